@@ -1,0 +1,138 @@
+"""Which rows of a global batch a process reads, and how its share becomes global arrays.
+
+Entry points: `data_partition`, `shard_batch`. A loader cuts its records `index::count`, so global batch k holds the
+same records at every process count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dew.arrays import PyTree
+from dew.placement.layout import LayoutRefused
+from dew.placement.mesh import AXES, BATCH_AXES, batch_divisor
+from dew.tree import map_named
+
+__all__ = ["DataPartition", "batch_sharding", "data_partition", "shard_batch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPartition:
+    """One share of every global batch.
+
+    Attributes:
+        index: Which share, from 0.
+        count: How many shares there are.
+        readers: How many processes read this share, because their devices hold the same rows.
+
+    Raises:
+        ValueError: If the index is not in `[0, count)` or a count is not positive.
+    """
+
+    index: int = 0
+    count: int = 1
+    readers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.readers < 1 or not 0 <= self.index < self.count:
+            raise ValueError(
+                "DataPartition needs count >= 1, readers >= 1 and 0 <= index < count. "
+                f"Received: index={self.index}, count={self.count}, readers={self.readers}"
+            )
+
+
+def data_partition(mesh: Mesh) -> DataPartition:
+    """Say which share of every global batch this process reads.
+
+    Args:
+        mesh: A mesh with the six axes.
+
+    Returns:
+        The share; processes whose devices hold the same rows read the same one.
+
+    Raises:
+        LayoutRefused: If two processes hold row shards that overlap without being equal.
+        ValueError: If this process has no device in the mesh.
+    """
+    rows = _row_shards(mesh)
+    process = jax.process_index()
+    if process not in rows:
+        raise ValueError(
+            f"Process {process} has no device in the mesh, whose devices belong to processes {sorted(rows)}. "
+            "Build the mesh from the devices of every process."
+        )
+    groups = sorted({tuple(sorted(shards)) for shards in rows.values()})
+    seen = [shard for group in groups for shard in group]
+    if len(seen) != len(set(seen)) or len({len(group) for group in groups}) > 1:
+        raise LayoutRefused(
+            f"Processes hold row shards {groups}, which overlap or differ in number: no process can read whole shares. "
+            "Use axis sizes that keep data, expert and fsdp aligned with the processes."
+        )
+    mine = tuple(sorted(rows[process]))
+    readers = sum(tuple(sorted(shards)) == mine for shards in rows.values())
+    return DataPartition(index=groups.index(mine), count=len(groups), readers=readers)
+
+
+def _row_shards(mesh: Mesh) -> dict[int, set[int]]:
+    """Map each process to the indices of the row shards its devices hold."""
+    rows: dict[int, set[int]] = {}
+    sizes = [mesh.shape[axis] for axis in BATCH_AXES]
+    dims = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
+    assert tuple(mesh.axis_names) == AXES, f"mesh axes are {mesh.axis_names}, expected {AXES}"
+    for position in np.ndindex(mesh.devices.shape):
+        shard = int(np.ravel_multi_index([position[dim] for dim in dims], sizes))
+        device: Any = mesh.devices[position]
+        rows.setdefault(device.process_index, set()).add(shard)
+    return rows
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch array: rows over data, expert and fsdp, other dimensions whole.
+
+    Args:
+        mesh: A mesh with the six axes.
+    """
+    axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    return NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes) if axes else PartitionSpec())
+
+
+def shard_batch(mesh: Mesh, host_batch: PyTree) -> PyTree:
+    """Assemble this process's share of a batch into global arrays.
+
+    Args:
+        mesh: A mesh with the six axes.
+        host_batch: Tree of host arrays `[rows of this share, ...]`; a scalar is replicated. The arrays are copied, so
+            the caller may reuse its buffers.
+
+    Returns:
+        The tree of global arrays, rows over data, expert and fsdp.
+
+    Raises:
+        ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
+    """
+    divisor = batch_divisor(mesh)
+    count = data_partition(mesh).count
+    rows, whole = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+
+    def assemble(path: str, leaf: Any) -> jax.Array:
+        # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
+        local = np.array(leaf, copy=True)
+        if local.ndim == 0:
+            return jax.make_array_from_process_local_data(whole, local, ())
+        shape = (local.shape[0] * count, *local.shape[1:])
+        if shape[0] % divisor or shape[0] == 0:
+            below = shape[0] // divisor * divisor
+            works = [str(size) for size in (below, below + divisor) if size]
+            axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
+            raise ValueError(
+                f"Batch {path or 'array'!r} has {shape[0]} global rows, which do not divide over the {divisor} row "
+                f"shards of the mesh ({axes}). Use a batch of {' or '.join(works)} rows."
+            )
+        return jax.make_array_from_process_local_data(rows, local, shape)
+
+    return map_named(assemble, host_batch)

@@ -1,0 +1,83 @@
+"""Joining a pool: only when the environment describes one, and wholly; two processes then agree with one."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dew.placement import initialize, is_primary
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "DEW_PROCESS_COUNT", "DEW_PROCESS_ID")
+
+PROGRAM = """
+import json, sys
+from dew.placement import MeshSpec, build_mesh, data_partition, initialize, is_primary, shard_batch
+assert initialize()
+assert initialize()
+import jax, numpy as np
+from jax.experimental import multihost_utils
+mesh = build_mesh(MeshSpec(fsdp=4))
+part = data_partition(mesh)
+records = np.arange(16, dtype=np.float32)
+batch = shard_batch(mesh, {"x": records[part.index :: part.count]})
+total = jax.jit(lambda x: (x * x).sum())(batch["x"])
+print("RESULT " + json.dumps([part.index, part.count, part.readers, float(total), is_primary(), len(jax.devices())]))
+"""
+
+
+def test_outside_a_pool_nothing_is_joined(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert not initialize()
+    assert is_primary()
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [
+        ({"DEW_PROCESS_COUNT": "2"}, "not .*JAX_COORDINATOR_ADDRESS.*DEW_PROCESS_ID"),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1", "DEW_PROCESS_COUNT": "two", "DEW_PROCESS_ID": "0"}, "'two'"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "localhost:1", "DEW_PROCESS_COUNT": "2", "DEW_PROCESS_ID": "2"},
+            "DEW_PROCESS_ID=2",
+        ),
+    ],
+)
+def test_half_a_pool_is_refused(monkeypatch, values, match):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=match):
+        initialize()
+
+
+def test_two_processes_read_disjoint_shares_of_the_same_batch():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    env = dict(
+        os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu"
+    )
+    env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "DEW_PROCESS_COUNT": "2"}
+    pool = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=env | {"DEW_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in pool]
+    results = []
+    for process, (out, err) in zip(pool, outputs, strict=True):
+        assert process.returncode == 0, err
+        results.append(json.loads(out.split("RESULT ")[1]))
+    assert results == [[0, 2, 1, 1240.0, True, 4], [1, 2, 1, 1240.0, False, 4]]
