@@ -1,0 +1,1 @@
+"""The `dew` command: plan a placement, convert a checkpoint."""

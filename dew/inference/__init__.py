@@ -1,0 +1,14 @@
+"""Generation: prompts in, tokens out, on any mesh of data, fsdp and tensor axes."""
+
+from dew.inference.decode import Generation, generate
+from dew.inference.sampling import Greedy, Sampling, Temperature, TopK, TopP
+
+__all__ = [
+    "Generation",
+    "Greedy",
+    "Sampling",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "generate",
+]

@@ -1,0 +1,325 @@
+"""Token-by-token generation with a sharded cache: one compiled loop that stops when every row has stopped.
+
+Entry point: `generate`. The loop's length, the sampling numbers, the stop tokens and the seed are arguments of the
+program, so that only shapes, the mesh and the kind of draw compile anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dew.inference.prefill import (
+    PromptRows,
+    cache_shardings,
+    last_logits,
+    prefill_function,
+    prompt_rows,
+    rows_are_finite,
+)
+from dew.inference.programs import compiled_program
+from dew.inference.sampling import Greedy, SamplingKind, Strategy, as_sampling, draw_tokens
+from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.mesh import MeshSpec, as_mesh, batch_divisor, build_mesh
+from dew.placement.partition import batch_sharding
+
+STOP_SLOTS = 8
+"""Stop tokens are padded to a multiple of this: another one rarely compiles anew."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What `generate` returns, on the host.
+
+    Attributes:
+        prompts: The token ids given, per row.
+        tokens: The new token ids, per row; a row that stopped ends in its stop token.
+        stopped: Per row, whether a stop token ended it; otherwise its budget did.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
+    stopped: tuple[bool, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many new tokens each row has, its stop token included."""
+        return tuple(len(row) for row in self.tokens)
+
+    @property
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Prompt and new tokens of each row together."""
+        return tuple(prompt + row for prompt, row in zip(self.prompts, self.tokens, strict=True))
+
+
+class DecodeState(NamedTuple):
+    """What the loop carries from one token to the next."""
+
+    token: jax.Array
+    """int32 `[B]`, the token drawn last, not yet in the cache."""
+    drawn: jax.Array
+    """int32 scalar, how many tokens a row that is still active has."""
+    tokens: jax.Array
+    """int32 `[B, S]`, the new tokens."""
+    counts: jax.Array
+    """int32 `[B]`, how many of them count."""
+    active: jax.Array
+    """bool `[B]`, rows that go on."""
+    stopped: jax.Array
+    """bool `[B]`, rows ended by a stop token."""
+    finite: jax.Array
+    """bool `[B]`, rows whose logits were numbers at every token."""
+    cache: Any
+    """Keys and values of everything before `token`."""
+
+
+def decode_function(module: Any, kind: SamplingKind, key_impl: str | None, slots: int) -> Callable[..., Any]:
+    """Build the loop that draws the second and every later token.
+
+    Args:
+        module: The model.
+        kind: How tokens are drawn.
+        key_impl: Name of the PRNG of the key's data.
+        slots: Slots of the cache, and of the rows of new tokens.
+
+    Returns:
+        Function of (variables, cache, first token, whether its logits were numbers, lengths, budgets, rows, stop ids, numbers, key
+        data) giving new tokens `[B, S]`, counts `[B]`, stopped `[B]`, finite `[B]` and the cache.
+    """
+
+    def run_steps(variables, cache, token, finite, lengths, budgets, rows, stop_ids, numbers, key_data):
+        key = jax.random.wrap_key_data(key_data, impl=key_impl)
+
+        def record(state: DecodeState, token: jax.Array, finite: jax.Array, cache: Any) -> DecodeState:
+            written = jnp.where(state.active, token, 0)
+            counts = state.counts + state.active
+            stopped = state.stopped | (state.active & (token[:, None] == stop_ids[None, :]).any(axis=-1))
+            return DecodeState(
+                token=token,
+                drawn=state.drawn + 1,
+                tokens=jax.lax.dynamic_update_slice(state.tokens, written[:, None], (0, state.drawn)),
+                counts=counts,
+                active=state.active & ~stopped & (counts < budgets),
+                stopped=stopped,
+                finite=state.finite & (finite | ~state.active),
+                cache=cache,
+            )
+
+        def step(state: DecodeState) -> DecodeState:
+            # A token's position counts from the start of its own prompt, whatever slot it has.
+            positions = lengths + state.drawn - 1
+            hidden, cache = module.apply(
+                variables, state.token[:, None], positions=positions[:, None], cache=state.cache, method="hidden_states"
+            )
+            logits = last_logits(module, variables, hidden)
+            token = draw_tokens(logits, kind, numbers, key, rows, positions + 1)
+            return record(state, token, rows_are_finite(logits), cache)
+
+        B = token.shape[0]
+        start = DecodeState(
+            token=token,
+            drawn=jnp.int32(0),
+            tokens=jnp.zeros((B, slots), jnp.int32),
+            counts=jnp.zeros(B, jnp.int32),
+            active=budgets > 0,
+            stopped=jnp.zeros(B, bool),
+            finite=jnp.ones(B, bool),
+            cache=cache,
+        )
+        end = jax.lax.while_loop(lambda state: state.active.any(), step, record(start, token, finite, cache))
+        return end.tokens, end.counts, end.stopped, end.finite, end.cache
+
+    return run_steps
+
+
+def generate(
+    module: Any,
+    variables: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Strategy = Greedy(),
+    key: int | jax.Array | None = None,
+    stop_token_ids: Iterable[int] = (),
+    mesh: Mesh | MeshSpec | None = None,
+    layout: Layout | None = None,
+    first_row: int = 0,
+) -> Generation:
+    """Continue prompts of token ids.
+
+    A row's tokens depend neither on the other rows nor on the mesh. Every process of a run calls it with the same
+    arguments and gets the same result.
+
+    Args:
+        module: A decoder with a cache, such as `CausalTransformer`.
+        variables: Its variables, placed.
+        prompts: Token ids per row, of any lengths.
+        max_new_tokens: How many tokens each row may get, one number for all or one per row.
+        sampling: How tokens are drawn.
+        key: Seed or PRNG key of the draws. Greedy needs none.
+        stop_token_ids: A row ends with the first of these it draws.
+        mesh: Mesh that the variables are placed on; None finds it from them.
+        layout: Rules to trace under; None means the defaults.
+        first_row: Global number of the first prompt: prompts cut into several calls draw as in one.
+
+    Returns:
+        The new tokens.
+
+    Raises:
+        TypeError: If a prompt is not a list of ids, or sampling is no strategy.
+        ValueError: If a prompt is empty, does not fit the context or leaves the vocabulary, if a draw is asked for
+            without a key, or if the mesh is not the variables'.
+        LayoutRefused: If the mesh has an axis that generation does not run on.
+        FloatingPointError: If the model's logits stopped being numbers.
+    """
+    sampler = as_sampling(sampling)
+    mesh = mesh_of_variables(variables, mesh)
+    refuse_unsupported_axes(mesh, "generation")
+    layout = Layout() if layout is None else layout
+    key_data, key_impl = _key_data(key, sampler.kind)
+    host = prompt_rows(
+        prompts,
+        max_new_tokens,
+        vocab_size=module.vocab_size,
+        max_length=module.max_length,
+        row_divisor=batch_divisor(mesh),
+        first_row=first_row,
+    )
+    stop_ids = _stop_ids(stop_token_ids, module.vocab_size)
+    tokens, counts, stopped, finite = _run(
+        module, variables, host, stop_ids, sampler.kind, sampler.numbers, key_data, key_impl, mesh, tuple(layout.rules)
+    )
+    if not finite[: len(prompts)].all():
+        row = int(np.argmin(finite[: len(prompts)]))
+        raise FloatingPointError(
+            f"The model's logits for prompt {row} are not finite, so its tokens mean nothing. "
+            "Check that the weights are finite; a float16 or bfloat16 model may need dtype='float32'."
+        )
+    return Generation(
+        prompts=tuple(tuple(int(token) for token in prompt) for prompt in prompts),
+        tokens=tuple(tuple(tokens[row, : counts[row]].tolist()) for row in range(len(prompts))),
+        stopped=tuple(stopped[: len(prompts)].tolist()),
+    )
+
+
+def _run(
+    module: Any,
+    variables: Any,
+    host: PromptRows,
+    stop_ids: np.ndarray,
+    kind: SamplingKind,
+    numbers: np.ndarray,
+    key_data: np.ndarray,
+    key_impl: str | None,
+    mesh: Mesh,
+    rules: tuple[tuple[str, Any], ...],
+) -> tuple[np.ndarray, ...]:
+    """Run the two programs; tokens, counts, stopped and finite of every row, on the host."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    by_row = batch_sharding(mesh)
+    placements = cache_shardings(module, mesh, rules, host.tokens.shape[0], host.slots)
+    lengths, budgets, rows = (_placed(array, by_row) for array in (host.lengths, host.budgets, host.rows))
+    numbers, key_data, stop_ids, longest = (
+        _placed(array, whole) for array in (numbers, key_data, stop_ids, np.int32(host.longest))
+    )
+    key: tuple[Hashable, ...] = (module, kind, key_impl, host.slots)
+
+    arguments = (variables, _placed(host.tokens, by_row), lengths, rows, longest, numbers, key_data)
+    program = compiled_program(
+        "prefill",
+        prefill_function(module, kind, key_impl, host.slots),
+        arguments,
+        key=key,
+        mesh=mesh,
+        rules=rules,
+        out_shardings=(by_row, by_row, placements),
+    )
+    token, finite, cache = program(*arguments)
+
+    arguments = (variables, cache, token, finite, lengths, budgets, rows, stop_ids, numbers, key_data)
+    program = compiled_program(
+        "decode",
+        decode_function(module, kind, key_impl, host.slots),
+        arguments,
+        key=key,
+        mesh=mesh,
+        rules=rules,
+        out_shardings=(whole, whole, whole, whole, placements),
+        donate=(1,),
+    )
+    *results, _ = program(*arguments)
+    return tuple(np.asarray(result) for result in results)
+
+
+def _placed(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Place a host array that every process holds whole."""
+    array = np.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def mesh_of_variables(variables: Any, mesh: Mesh | MeshSpec | None = None) -> Mesh:
+    """Find the mesh that variables are placed on, or check that it is the one given.
+
+    Args:
+        variables: Placed arrays.
+        mesh: What the caller says it is; None asks the arrays.
+
+    Returns:
+        A mesh with the six axes. Arrays of one device that name no mesh are on the mesh of that device alone.
+
+    Raises:
+        ValueError: If the arrays are not all on the devices of one mesh.
+    """
+    leaves = jax.tree.leaves(variables)
+    if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        raise ValueError(
+            "variables must be a tree of placed jax arrays, such as dew.load_pretrained(source, mesh=...).variables. "
+            f"Received: {sorted({type(leaf).__name__ for leaf in leaves}) or 'no leaves'}"
+        )
+    if mesh is None:
+        named = next((leaf.sharding for leaf in leaves if isinstance(leaf.sharding, NamedSharding)), None)
+        if named is not None:
+            found = as_mesh(named.mesh)
+        else:
+            found = build_mesh(MeshSpec(), sorted(leaves[0].sharding.device_set, key=lambda device: device.id))
+    else:
+        found = as_mesh(mesh)
+    expected = set(found.devices.flat)
+    for leaf in leaves:
+        if leaf.sharding.device_set != expected:
+            raise ValueError(
+                f"The variables are not placed on the mesh: one of shape {leaf.shape} is on "
+                f"{len(leaf.sharding.device_set)} device(s), the mesh {dict(found.shape)} has {len(expected)}. "
+                "Load them with mesh=, or place them with jax.device_put(variables, layout.shardings(mesh, variables))."
+            )
+    return found
+
+
+def _key_data(key: int | jax.Array | None, kind: SamplingKind) -> tuple[np.ndarray, str | None]:
+    """The numbers of a PRNG key, and the name of its generator."""
+    if key is None:
+        if not kind.is_greedy:
+            raise ValueError("Drawing tokens needs a seed: pass key=0, or sampling=Greedy(). Received: key=None")
+        key = 0
+    if isinstance(key, int | np.integer):
+        key = jax.random.key(int(key))
+    if not jax.dtypes.issubdtype(getattr(key, "dtype", np.dtype(object)), jax.dtypes.prng_key):
+        raise TypeError(f"key must be a whole number or a key of jax.random.key. Received: key={key!r}")
+    return np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key))
+
+
+def _stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """The stop tokens, padded with -1, which no token equals."""
+    ids = sorted({int(token) for token in stop_token_ids})
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}. Use ids of the tokenizer.")
+    padded = np.full(-(-max(len(ids), 1) // STOP_SLOTS) * STOP_SLOTS, -1, np.int32)
+    padded[: len(ids)] = ids
+    return padded

@@ -1,0 +1,1 @@
+"""One device's maths, one signature per operation."""

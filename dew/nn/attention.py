@@ -1,0 +1,132 @@
+"""Self-attention of a decoder block: grouped heads, rotary positions, optional norms on queries and keys.
+
+Entry points: `AttentionSpec`, `SelfAttention` (grouped queries: https://arxiv.org/abs/2305.13245).
+"""
+
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+
+from dew.arrays import Array, Float
+from dew.kernels.attention import Implementation, Visibility, attention
+from dew.nn.cache import LayerCache
+from dew.nn.linear import Linear
+from dew.nn.norm import NormSpec, RmsNorm
+from dew.nn.rope import RotarySpec, Tables, rotate
+from dew.nn.sharding import constrain
+
+QUERY_NAMES = ("activation_batch", "activation_length", "activation_heads", None)
+KEY_NAMES = ("activation_batch", "activation_length", "activation_kv", None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Shape of the attention.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads, a divisor of `num_heads`.
+        head_dim: Width of a head.
+        bias: Whether the q, k and v projections add a bias.
+        out_bias: Whether the output projection adds a bias.
+        qk_norm: Norm of each query and key head before rotation; None means none.
+        scale: Factor on the logits; None means head_dim ** -0.5.
+        softcap: Bound of the logits; None leaves them.
+        rotary: Rotary positions; None means none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: NormSpec | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    rotary: RotarySpec | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if min(sizes) < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "attention needs positive sizes and num_heads a multiple of num_kv_heads. Received: "
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+            )
+        if self.rotary is not None:
+            self.rotary.width(self.head_dim)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+class SelfAttention(nn.Module):
+    """Attend within a row, causally.
+
+    Attributes:
+        features: Width of the residual stream.
+        spec: Heads, biases, norms, rotary.
+        param_dtype: Storage dtype of the weights.
+        implementation: Kernel of `dew.kernels.attention`.
+    """
+
+    features: int
+    spec: AttentionSpec
+    param_dtype: Any = "float32"
+    implementation: Implementation = "auto"
+
+    def setup(self) -> None:
+        """Declare the four projections and the optional norms."""
+        spec, dtype = self.spec, self.param_dtype
+        narrow = (self.features,)
+        queries, pairs = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
+        self.q_proj = Linear(narrow, queries, ("embed",), ("heads", "head_dim"), spec.bias, dtype)
+        self.k_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
+        self.v_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
+        self.o_proj = Linear(queries, narrow, ("heads", "head_dim"), ("embed",), spec.out_bias, dtype)
+        if spec.qk_norm is not None:
+            self.q_norm = RmsNorm(spec.head_dim, spec.qk_norm, dtype)
+            self.k_norm = RmsNorm(spec.head_dim, spec.qk_norm, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        visibility: Visibility,
+        rotary: Tables | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Attend from the tokens of `x` to them and to the cache.
+
+        Args:
+            x: Normalised residual stream.
+            visibility: Which keys each query reads.
+            rotary: Tables of the tokens' positions; None where the spec has no rotary.
+            cache: This layer's window on the cache; None for whole sequences.
+
+        Returns:
+            The projected mixture, and the cache after the new keys.
+        """
+        query, key, value = self._heads(x, rotary)
+        if cache is not None:
+            cache, key, value = cache.append(key, value)
+        mixed = attention(
+            query,
+            key,
+            value,
+            visibility=visibility,
+            scale=self.spec.logit_scale,
+            softcap=self.spec.softcap,
+            implementation=self.implementation,
+        )
+        return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
+
+    def _heads(self, x: Array, rotary: Tables | None) -> tuple[Array, Array, Array]:
+        """Project to heads, normalise and rotate."""
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.spec.qk_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.spec.rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        return constrain(query, QUERY_NAMES), constrain(key, KEY_NAMES), constrain(value, KEY_NAMES)

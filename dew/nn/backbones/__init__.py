@@ -1,0 +1,1 @@
+"""Whole models assembled from the layers of `dew.nn`."""

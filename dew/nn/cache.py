@@ -1,0 +1,109 @@
+"""Keys and values of the tokens already read, for decoding token by token.
+
+Entry points: `KVCache`, what a caller holds, and `LayerCache`, one layer's window on it. Rows are left-padded,
+so one cursor serves them all. Nothing is mutated: each call returns the next cache, which XLA updates in place.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dew.arrays import Array, Bool, Float, Int
+from dew.nn.sharding import constrain
+
+CACHE_NAMES = ("layers", "activation_batch", None, "activation_kv", None)
+"""Logical names of a bank's keys and values, [L, B, S, K, H]."""
+
+
+@struct.dataclass
+class KVCache:
+    """The cache of a model.
+
+    Attributes:
+        keys: Rotated keys of each bank of layers, [L, B, S, K, H].
+        values: Values of each bank, [L, B, S, K, H].
+        index: Slot the next token is written to, int32 scalar.
+        valid: Slots that hold a real token rather than padding, [B, S].
+    """
+
+    keys: tuple[Float[Array, "L B S K H"], ...]
+    values: tuple[Float[Array, "L B S K H"], ...]
+    index: Int[Array, ""]
+    valid: Bool[Array, "B S"]
+
+    @property
+    def length(self) -> int:
+        """Slots S a row has."""
+        return self.valid.shape[1]
+
+    def next_positions(self, num_tokens: int) -> Int[Array, "B T"]:
+        """Count the positions of the next tokens of each row, padding left out."""
+        return jnp.sum(self.valid, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+
+    def marked(self, tokens_valid: Bool[Array, "B T"]) -> "KVCache":
+        """Mark which of the next tokens are real, leaving the cursor where it is."""
+        return self.replace(valid=jax.lax.dynamic_update_slice(self.valid, tokens_valid, (0, self.index)))
+
+
+def empty_cache(
+    shapes: tuple[tuple[int, int, int], ...], batch: int, length: int, dtype: Any
+) -> KVCache:
+    """Make a cache that holds no token.
+
+    Args:
+        shapes: Layers, key/value heads and head width of each bank.
+        batch: Rows.
+        length: Slots a row has: prompt and new tokens, padding included.
+        dtype: Dtype of keys and values.
+
+    Returns:
+        The cache, placed by `CACHE_NAMES` when a mesh is in context.
+    """
+
+    def zeros(layers: int, heads: int, width: int) -> Array:
+        return constrain(jnp.zeros((layers, batch, length, heads, width), dtype), CACHE_NAMES)
+
+    return KVCache(
+        keys=tuple(zeros(*shape) for shape in shapes),
+        values=tuple(zeros(*shape) for shape in shapes),
+        index=jnp.zeros((), jnp.int32),
+        valid=jnp.zeros((batch, length), bool),
+    )
+
+
+@struct.dataclass
+class LayerCache:
+    """One layer's window on a bank of the cache.
+
+    Attributes:
+        keys: The bank's keys, [L, B, S, K, H].
+        values: The bank's values.
+        layer: Which layer of the bank.
+        index: Slot of the first new token.
+    """
+
+    keys: Float[Array, "L B S K H"]
+    values: Float[Array, "L B S K H"]
+    layer: Int[Array, ""] | int
+    index: Int[Array, ""]
+
+    def append(
+        self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]
+    ) -> tuple["LayerCache", Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Write new keys and values at the cursor.
+
+        Args:
+            key: Rotated keys of the new tokens.
+            value: Their values.
+
+        Returns:
+            The window after the write, and all of the layer's keys and values.
+        """
+        keys, values = self._written(self.keys, key), self._written(self.values, value)
+        return self.replace(keys=keys, values=values), keys[self.layer], values[self.layer]
+
+    def _written(self, bank: Array, new: Array) -> Array:
+        start = (self.layer, 0, self.index, 0, 0)
+        return constrain(jax.lax.dynamic_update_slice(bank, new[None].astype(bank.dtype), start), CACHE_NAMES)

@@ -1,0 +1,41 @@
+"""Which keys a query may read: causal order, packed documents, padded prompts.
+
+Entry points: `causal_visibility` for whole sequences, `cached_visibility` for a cache; both describe the mask
+for `dew.kernels.attention` without building it.
+"""
+
+import jax.numpy as jnp
+
+from dew.arrays import Array, Bool, Int
+from dew.kernels.attention import Visibility
+
+
+def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = None) -> Visibility:
+    """Let each token read itself and earlier tokens of its own document.
+
+    Args:
+        num_tokens: Length T of the rows.
+        segment_ids: Document number of each token; 0 marks padding, which no document reads. None means one document.
+
+    Returns:
+        The visibility of T queries and T keys.
+    """
+    slots = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return Visibility(query_slots=slots, key_slots=slots, query_segments=segment_ids, key_segments=segment_ids)
+
+
+def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array, "B S"]) -> Visibility:
+    """Let new tokens read the tokens of a cache that are not padding, and each other in causal order.
+
+    Args:
+        index: Slot of the first new token.
+        num_tokens: New tokens T.
+        valid: Slots that hold a real token, the new ones included.
+
+    Returns:
+        The visibility of T queries and S keys.
+    """
+    query_slots = index + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    key_slots = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+    ones = jnp.ones((1, num_tokens), jnp.int32)
+    return Visibility(query_slots=query_slots, key_slots=key_slots, query_segments=ones, key_segments=valid.astype(jnp.int32))

@@ -1,0 +1,76 @@
+"""The gated multi-layer perceptron of a decoder block.
+
+Entry points: `MlpSpec`, `Mlp` (https://arxiv.org/abs/2002.05202).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from flax import linen as nn
+
+from dew.arrays import Array, Float
+from dew.nn.linear import Linear
+from dew.nn.sharding import constrain
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """Shape of the perceptron.
+
+    Attributes:
+        features: Hidden width.
+        activation: Function of the gate.
+        bias: Whether the three projections add a bias.
+    """
+
+    features: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.features < 1:
+            raise ValueError(f"an mlp needs a positive hidden width. Received: features={self.features}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={self.activation!r}")
+
+
+class Mlp(nn.Module):
+    """down(activation(gate(x)) * up(x)).
+
+    Attributes:
+        features: Width of the residual stream.
+        spec: Hidden width, activation, biases.
+        param_dtype: Storage dtype of the weights.
+    """
+
+    features: int
+    spec: MlpSpec
+    param_dtype: Any = "float32"
+
+    def setup(self) -> None:
+        """Declare the three projections."""
+        wide = (self.spec.features,)
+        narrow = (self.features,)
+        bias, dtype = self.spec.bias, self.param_dtype
+        self.gate_proj = Linear(narrow, wide, ("embed",), ("mlp",), bias, dtype)
+        self.up_proj = Linear(narrow, wide, ("embed",), ("mlp",), bias, dtype)
+        self.down_proj = Linear(wide, narrow, ("mlp",), ("embed",), bias, dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Apply the perceptron to each token."""
+        names = ("activation_batch", "activation_length", "activation_mlp")
+        gate = constrain(self.gate_proj(x), names)
+        up = constrain(self.up_proj(x), names)
+        return self.down_proj(ACTIVATIONS[self.spec.activation](gate) * up)

@@ -1,0 +1,215 @@
+"""Logical names of weights and activations inside a model: declare, pin, gather at use.
+
+Entry points: `declare` for a weight, `constrain` for an activation, `gather_weights` for the weights of a
+layer. Without a mesh in context (`jax.set_mesh`) all of them leave the program as it is.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dew.arrays import Array, Float
+from dew.placement.rules import DEFAULT_RULES, resolve
+
+GATHERED = "gathered_weight"
+"""Residual name of a weight's gathered copy: no remat policy keeps it."""
+GATHERED_AXES = ("fsdp",)
+"""Mesh axes that store a weight in parts and compute with it whole."""
+
+Initializer = Callable[..., Array]
+
+
+def declare(
+    module: nn.Module,
+    name: str,
+    shape: Sequence[int],
+    names: Sequence[str | None],
+    initializer: Initializer,
+    dtype: Any,
+) -> Array:
+    """Declare a weight of a module, once for initialisation, sharding, loading and export.
+
+    Args:
+        module: The module that owns the weight; called in its `setup`.
+        name: Name of the weight below the module's path.
+        shape: Shape of the weight.
+        names: Logical name of each dimension, one of the rule table's; None keeps a dimension whole.
+        initializer: Function of (key, shape, dtype).
+        dtype: Storage dtype.
+
+    Returns:
+        The value bound to the module, or its initial value.
+
+    Raises:
+        ValueError: If the bound value has another shape, or names and shape differ in length.
+    """
+    shape = tuple(shape)
+    if len(names) != len(shape):
+        raise ValueError(f"weight {name!r} of shape {shape} needs {len(shape)} logical names. Received: names={names}")
+    if module.has_variable("params", name):
+        value = unboxed(module.get_variable("params", name))
+        if value.shape != shape:
+            path = "/".join((*module.path, name))
+            raise ValueError(f"weight {path!r} must have shape {shape}. Received: shape={tuple(value.shape)}")
+        return value
+    boxed = nn.with_logical_partitioning(initializer, tuple(names))
+    return unboxed(module.param(name, boxed, shape, dtype, unbox=False))
+
+
+def unboxed(tree: Any) -> Any:
+    """Strip the boxes that carry logical names, without constraining the values."""
+    return jax.tree.map(
+        lambda leaf: leaf.unbox(apply_constraint=False) if isinstance(leaf, nn.LogicallyPartitioned) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
+    )
+
+
+def constrain(x: Array, names: Sequence[str | None]) -> Array:
+    """Pin an activation to the mesh axes that the active rules give its logical names.
+
+    A name whose axes do not divide its dimension falls back to its next rule, or stays whole. The rules are
+    those of `flax.linen.logical_axis_rules`, the default table where none are active.
+
+    Args:
+        x: The activation.
+        names: Logical name per dimension; None keeps the dimension whole.
+
+    Returns:
+        `x`, constrained; `x` itself when no mesh is in context.
+
+    Raises:
+        ValueError: If `names` does not name every dimension.
+    """
+    if len(names) != x.ndim:
+        raise ValueError(f"constrain needs a name per dimension of {x.shape}. Received: names={tuple(names)}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if _is_trivial(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(tuple(names), x.shape, mesh)))
+
+
+def gathers_weights() -> bool:
+    """Say whether the mesh in context stores weights in parts that are gathered where they are used."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not _is_trivial(mesh) and any(mesh.shape.get(axis, 1) > 1 for axis in GATHERED_AXES)
+
+
+def gather_weights(weights: Any, names: Any) -> Any:
+    """Gather each weight over the axes that only store it, at the point of use.
+
+    The backward pass leaves the gradient in the weight's stored parts, so a layer's whole gradient lives only
+    until its reduction. Call it inside the layer loop, under `dew.nn.remat.checkpointed`, and the copies are made
+    again in the backward pass instead of being kept.
+
+    Args:
+        weights: Weights of one layer, a pytree of arrays.
+        names: The same tree with a tuple of logical names per weight.
+
+    Returns:
+        The weights, whole over fsdp and still split over tensor.
+    """
+    if not gathers_weights():
+        return weights
+    leaves, treedef = jax.tree.flatten(weights)
+    names = treedef.flatten_up_to(names)
+    return treedef.unflatten([_gathered(leaf, name) for leaf, name in zip(leaves, names, strict=True)])
+
+
+def _gathered(weight: Array, names: tuple[str | None, ...]) -> Array:
+    """Gather one weight; its cotangent goes back to the stored parts."""
+    mesh = jax.sharding.get_abstract_mesh()
+    stored = _spec(names, weight.shape, mesh)
+    whole = PartitionSpec(*(_without(axes, GATHERED_AXES) for axes in stored))
+    if whole == stored:
+        return weight
+    return checkpoint_name(_resharded(weight, NamedSharding(mesh, whole), NamedSharding(mesh, stored)), GATHERED)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _resharded(weight: Array, forward: NamedSharding, backward: NamedSharding) -> Array:
+    # Naming the stored parts first puts the gather behind the loop's slice of the bank. Without it XLA gathers the slice
+    # [1, ...] and, to lay the gathered dimension out first, copies each device's part of the whole bank before the loop.
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(weight, backward), forward)
+
+
+def _resharded_forward(weight, forward, backward):
+    return _resharded(weight, forward, backward), None
+
+
+def _resharded_backward(forward, backward, residuals, cotangent):
+    return (jax.lax.with_sharding_constraint(cotangent, backward),)
+
+
+_resharded.defvjp(_resharded_forward, _resharded_backward)
+
+
+def route_lookup_gradient(
+    rows: Float[Array, "B T D"], names: Sequence[str], table_shape: tuple[int, int], table_names: Sequence[str | None]
+) -> Float[Array, "B T D"]:
+    """Send the gradient of looked-up rows to the devices that store their columns of the table.
+
+    The table's gradient scatters the rows' gradient. Its columns go to their owners by an all-to-all over the axes that
+    store them; left alone, GSPMD gathers the whole batch's gradient on every device of a data and fsdp mesh.
+
+    Args:
+        rows: Rows of the table, one per token.
+        names: Logical names of `rows`.
+        table_shape: Shape of the table, [V, D].
+        table_names: Logical names of the table.
+
+    Returns:
+        `rows`; only their cotangent is pinned.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if _is_trivial(mesh):
+        return rows
+    columns = _padded(_spec(tuple(table_names), table_shape, mesh), 2)[1]
+    if columns is None:
+        return rows
+    taken = (columns,) if isinstance(columns, str) else columns
+    pinned = [_without(axes, taken) for axes in _padded(_spec(tuple(names), rows.shape, mesh), 3)]
+    pinned[2] = columns
+    return _routed(rows, NamedSharding(mesh, PartitionSpec(*pinned)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _routed(rows: Array, backward: NamedSharding) -> Array:
+    return rows
+
+
+_routed.defvjp(
+    lambda rows, backward: (rows, None),
+    lambda backward, residuals, cotangent: (jax.lax.with_sharding_constraint(cotangent, backward),),
+)
+
+
+def _padded(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (rank - len(spec)))
+
+
+def _is_trivial(mesh: Any) -> bool:
+    """Whether a mesh leaves nothing to place: none in context, one device, or every axis manual."""
+    return mesh.empty or mesh.size == 1 or set(mesh.manual_axes) >= set(mesh.axis_names)
+
+
+def _spec(names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -> PartitionSpec:
+    """Resolve logical names on the mesh in context, leaving axes that a shard_map holds manual alone."""
+    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
+    manual = tuple(mesh.manual_axes)
+    if manual:
+        rules = tuple((name, _without(axes, manual)) for name, axes in rules)
+    return resolve(names, shape, mesh, rules).spec
+
+
+def _without(axes: Any, removed: Sequence[str]) -> Any:
+    """Drop mesh axes from one entry of a partition spec or a rule."""
+    if axes is None:
+        return None
+    kept = tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes) if axis not in removed)
+    return kept if len(kept) > 1 else (kept[0] if kept else None)

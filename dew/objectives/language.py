@@ -1,0 +1,171 @@
+"""Next-token prediction: one sum of cross entropies over one count of scored tokens.
+
+Entry point: `LanguageModel`. Tokens are shifted on the host, before rows or positions are split
+over devices, so no device needs its neighbour's first token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dew.objectives.base import LossOutput, Ratio
+from dew.parallel.vocabulary import sharded_token_loss
+from dew.tree import closest
+
+FIELDS = ("tokens", "loss_mask", "segment_ids", "positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """The token cross entropy of a decoder.
+
+    Batches hold `tokens` int [B, T + 1] and optionally `loss_mask` bool [B, T + 1] (token i is
+    scored where true), `segment_ids` int [B, T + 1] (documents packed in a row, 0 marks
+    padding) and `positions` int [B, T + 1] (position inside the document).
+
+    Attributes:
+        module: A module with `hidden_states`, `head_weight` and `vocab_size`, such as
+            `CausalTransformer`.
+    """
+
+    module: Any
+
+    def init(self, key: jax.Array) -> Mapping[str, Any]:
+        """Make fresh variables.
+
+        Args:
+            key: Random key.
+
+        Returns:
+            The module's collections, parameters boxed with their logical axes.
+        """
+        return self.module.init(key, jnp.zeros((1, 2), jnp.int32))
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Shift tokens against targets and turn masks into weights.
+
+        Args:
+            batch: A batch as the class describes it.
+
+        Returns:
+            `inputs`, `targets` int32 [B, T], `weights` float32 [B, T] and, where given,
+            `segment_ids` and `positions` int32 [B, T].
+
+        Raises:
+            ValueError: If a field is unknown, has another shape than `tokens`, or a token is not
+                in the vocabulary.
+        """
+        tokens = self._checked(batch)
+        weights = np.ones(tokens.shape, bool)
+        if "loss_mask" in batch:
+            weights &= np.asarray(batch["loss_mask"]).astype(bool)
+        prepared = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        weights = weights[:, 1:]
+        if "segment_ids" in batch:
+            segments = np.asarray(batch["segment_ids"], np.int32)
+            # The first token of a document has no predecessor in it, and padding predicts nothing.
+            weights = weights & (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+            prepared["segment_ids"] = segments[:, :-1]
+            prepared["positions"] = positions_in_segments(segments)[:, :-1]
+        if "positions" in batch:
+            prepared["positions"] = np.asarray(batch["positions"], np.int32)[:, :-1]
+        prepared["weights"] = weights.astype(np.float32)
+        return {name: np.ascontiguousarray(value) for name, value in prepared.items()}
+
+    def loss(
+        self, variables: Mapping[str, Any], batch: Mapping[str, Any], *, key: jax.Array, train: bool
+    ) -> LossOutput:
+        """Score one prepared batch.
+
+        Args:
+            variables: The module's collections.
+            batch: What `prepare` returned.
+            key: Random key for dropout.
+            train: Whether this is a training step.
+
+        Returns:
+            The cross entropy in nats per scored token, and the metric `token_accuracy`.
+        """
+        hidden = self.module.apply(
+            variables,
+            batch["inputs"],
+            positions=batch.get("positions"),
+            segment_ids=batch.get("segment_ids"),
+            train=train,
+            method="hidden_states",
+            rngs={"dropout": key} if train else None,
+        )
+        head = self.module.head_weight(variables)
+        mesh = jax.sharding.get_abstract_mesh()
+        total, correct = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"])
+        mass = jnp.sum(batch["weights"])
+        return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
+
+    def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
+        """Divide pooled statistics and add the perplexity of the pooled loss.
+
+        Args:
+            statistics: Host ratios by name.
+
+        Returns:
+            Values by name; `perplexity` is the exponential of `loss`.
+        """
+        values = {name: ratio.value() for name, ratio in statistics.items()}
+        loss = values["loss"]
+        return {**values, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def _checked(self, batch: Mapping[str, Any]) -> np.ndarray:
+        for name in batch:
+            if name not in FIELDS:
+                near = closest(name, FIELDS)
+                hint = f" Did you mean {near!r}?" if near else ""
+                raise ValueError(f"A language batch holds the fields {FIELDS}.{hint} Received: {name!r}.")
+        if "tokens" not in batch:
+            raise ValueError(f"A language batch needs the field 'tokens'. Received: {sorted(batch)}.")
+        tokens = np.asarray(batch["tokens"])
+        if tokens.ndim != 2 or tokens.shape[1] < 2 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                "tokens must be integers [rows, T + 1] with T >= 1; the model reads T positions and is "
+                f"scored on the next token. Received: shape={tokens.shape}, dtype={tokens.dtype}."
+            )
+        for name in FIELDS[1:]:
+            if name in batch and np.shape(batch[name]) != tokens.shape:
+                raise ValueError(
+                    f"{name} must have the shape of tokens, {tokens.shape}. Received: "
+                    f"shape={np.shape(batch[name])}."
+                )
+        vocab = self.module.vocab_size
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
+            raise ValueError(
+                f"Token ids must lie in [0, {vocab}), the model's vocabulary. Received ids from "
+                f"{tokens.min()} to {tokens.max()}. Use the tokenizer of this model."
+            )
+        longest = getattr(self.module, "max_length", None)
+        if longest is not None and tokens.shape[1] - 1 > longest:
+            raise ValueError(
+                f"Rows of {tokens.shape[1] - 1} positions exceed the model's context of {longest}. "
+                "Cut the rows or lower sequence_length."
+            )
+        return tokens.astype(np.int32)
+
+
+def positions_in_segments(segments: np.ndarray) -> np.ndarray:
+    """Count positions from 0 inside each document of a packed row.
+
+    Args:
+        segments: Document numbers, int [B, T]; equal neighbours belong together.
+
+    Returns:
+        Positions, int32 [B, T].
+    """
+    steps = np.arange(segments.shape[1], dtype=np.int32)
+    starts = np.ones(segments.shape, bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return steps - np.maximum.accumulate(np.where(starts, steps, 0), axis=1)

@@ -1,0 +1,1 @@
+"""One parallel algorithm per file, each with the bytes it moves."""

@@ -1,0 +1,183 @@
+"""Will it fit: bytes per device of a model on a mesh, from its declarations alone.
+
+Entry points: `planned_mesh`, `estimate_bytes`. No weight is read, no array made, and the devices need not exist.
+Activations and the compiler's temporaries are not counted: they belong to a batch and to a compiled step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType
+
+from dew.inference.prefill import cache_shardings
+from dew.objectives.language import LanguageModel
+from dew.placement.explain import Explanation
+from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
+from dew.placement.memory import bytes_per_device
+from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
+from dew.placement.stacks import stack_view
+from dew.training.optimizer import as_optimizer
+from dew.training.placing import abstract_state, plain, state_shardings
+
+__all__ = ["Estimate", "estimate_bytes", "planned_mesh"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes that one device holds.
+
+    Attributes:
+        mesh_shape: Axis to size.
+        num_parameters: Parameters of the model, over all devices.
+        rows: Global rows of the cache.
+        slots: Tokens a row of the cache holds.
+        weights: The weights, in the dtype they are stored in to generate.
+        cache: Keys and values.
+        masters: The weights, in the dtype they are trained in.
+        gradients: Their gradients; with accumulation also the running sums.
+        optimizer_state: Moments and counters.
+        explanation: Where every leaf goes and why.
+        refusal: Why the layout is refused on this mesh, or None.
+    """
+
+    mesh_shape: Mapping[str, int]
+    num_parameters: int
+    rows: int
+    slots: int
+    weights: int
+    cache: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    explanation: Explanation
+    refusal: str | None = None
+
+    @property
+    def generate(self) -> int:
+        """Bytes a device holds to generate: weights and cache."""
+        return self.weights + self.cache
+
+    @property
+    def train(self) -> int:
+        """Bytes a device holds to train: masters, gradients and optimizer state."""
+        return self.masters + self.gradients + self.optimizer_state
+
+
+def planned_mesh(mesh: MeshSpec | Mapping[str, int], devices: int | None = None) -> AbstractMesh:
+    """Shape a mesh over devices that need not exist.
+
+    Args:
+        mesh: A `MeshSpec` or a mapping of its fields, in which `data` asserts what is left.
+        devices: How many devices; None takes just those that the mesh names.
+
+    Returns:
+        The mesh's axes and sizes.
+
+    Raises:
+        ValueError: If the factors do not divide the devices, or `data` is not what is left.
+    """
+    data = None
+    if not isinstance(mesh, MeshSpec):
+        factors = dict(mesh)
+        data = factors.pop("data", None)
+        known = [field.name for field in dataclasses.fields(MeshSpec)]
+        unknown = [name for name in factors if name not in known]
+        if unknown:
+            raise ValueError(f"Unknown mesh axis {unknown[0]!r}; known are data, {', '.join(known)}.")
+        mesh = MeshSpec(**factors)
+    if data is not None and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
+        raise ValueError(f"data must be a positive integer. Received: data={data!r}")
+    count = mesh.reserved * (data or 1) if devices is None else devices
+    if count < 1 or count % mesh.reserved:
+        raise ValueError(
+            f"The mesh reserves {mesh.reserved} devices, which does not divide {count}. Give a multiple of "
+            f"{mesh.reserved} devices or lower a factor."
+        )
+    left = count // mesh.reserved
+    if data is not None and data != left:
+        raise ValueError(
+            f"mesh says data={data}, but {count} devices leave data={left}. Leave 'data' out or change it."
+        )
+    sizes = (left, *(getattr(mesh, axis) for axis in AXES[1:]))
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def estimate_bytes(
+    module: Any,
+    mesh: Any,
+    layout: Layout | None = None,
+    *,
+    optimizer: str | optax.GradientTransformation = "adamw",
+    rows: int | None = None,
+    slots: int | None = None,
+    accumulation: int = 1,
+    master_dtype: Any = "float32",
+) -> Estimate:
+    """Count what each device would hold to generate and to train.
+
+    Args:
+        module: A `CausalTransformer`.
+        mesh: A concrete or planned mesh.
+        layout: Where arrays live; None takes the defaults.
+        optimizer: A name or an optax transformation.
+        rows: Global rows of the cache; None takes one per row shard.
+        slots: Tokens of a row; None takes the model's longest context.
+        accumulation: Batches per optimizer update.
+        master_dtype: Dtype the weights are trained in; None takes the module's.
+
+    Returns:
+        The estimate; a layout that is refused on this mesh is reported in it, not raised.
+
+    Raises:
+        ValueError: If the optimizer is unknown, or rows, slots or accumulation is not positive.
+    """
+    layout = layout or Layout()
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows, slots = shards if rows is None else rows, module.max_length if slots is None else slots
+    for name, value in (("rows", rows), ("slots", slots), ("accumulation", accumulation)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1. Received: {name}={value}")
+    declared = _declared(module)
+    stacks = stack_view(module)
+    refusal = _refusal(layout, mesh, declared, stacks)
+    cache = jax.eval_shape(lambda: module.init_cache(rows, slots))
+    master = module if master_dtype is None else module.clone(param_dtype=master_dtype)
+    trained = _declared(master)
+    state = abstract_state(plain(trained), as_optimizer(optimizer), accumulation)
+    places = state_shardings(layout, mesh, state, layout.shardings(mesh, trained))
+    masters = bytes_per_device(state.params, places.params)
+    sums = 0 if state.accumulator is None else bytes_per_device(state.accumulator, places.accumulator)
+    return Estimate(
+        mesh_shape=dict(mesh.shape),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plain(declared)["params"])),
+        rows=rows,
+        slots=slots,
+        weights=bytes_per_device(plain(declared), layout.shardings(mesh, declared)),
+        cache=bytes_per_device(cache, cache_shardings(module, mesh, layout.rules, rows, slots)),
+        masters=masters,
+        gradients=masters + sums,
+        optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
+        explanation=layout.explain(mesh, declared, stacks),
+        refusal=refusal,
+    )
+
+
+def _declared(module: Any) -> Any:
+    """Shapes of a module's variables in the boxes that declare their names."""
+    objective = LanguageModel(module)
+    return jax.eval_shape(lambda: objective.init(jax.random.key(0)))
+
+
+def _refusal(layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
+    try:
+        refuse_unsupported_axes(mesh, "A model")
+        layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
+    except LayoutRefused as error:
+        return str(error)
+    return None

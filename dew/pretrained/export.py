@@ -1,0 +1,269 @@
+"""Write a model as a Hugging Face checkpoint directory that transformers and `load_pretrained` read.
+
+Entry point: `save_pretrained`. Tensors are written one at a time from the sharded arrays; the directory appears under its name only
+when it is complete.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from dew.data.text import Tokenizer
+from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.pretrained.families import FAMILIES, Family
+from dew.pretrained.families.fields import Fields
+from dew.pretrained.load import compute_dtype, model_recipes
+from dew.pretrained.place import copy_tiled
+from dew.pretrained.recipe import Recipe
+from dew.pretrained.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
+from dew.tree import closest, named_leaves
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What an earlier export may hold: a directory with nothing else is replaced, any other is left alone.
+_REPLACEABLE = (
+    *("config.json", "generation_config.json", INDEX_NAME, SINGLE_NAME),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor to write: from which layer of which leaf, and its size in the file."""
+
+    name: str
+    recipe: Recipe
+    layer: int
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.recipe.tensor_shape) * self.dtype.itemsize
+
+
+def save_pretrained(
+    directory: str | Path,
+    module: CausalTransformer,
+    variables: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: float = 5e9,
+) -> Path:
+    """Write a checkpoint directory, whole or not at all.
+
+    Args:
+        directory: Where to write. An earlier export there is replaced once the new one is complete.
+        module: The model.
+        variables: Its variables, on any mesh.
+        config: Config the model was loaded with; its inert fields are kept. None writes a new one.
+        tokenizer: Written beside the weights.
+        generation_config: Written beside the weights when it is not empty.
+        dtype: Dtype to write; None takes the checkpoint's (the config's), without a config that of each leaf.
+        max_shard_bytes: Largest weight file; a larger model is split into shards with an index.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ValueError: If no config can express the model, or the variables are not the model's.
+        FileExistsError: If the directory holds other files.
+        NotImplementedError: If the arrays live on several processes.
+    """
+    directory = Path(directory).absolute()
+    if jax.process_count() > 1:
+        raise NotImplementedError("Exporting from several processes is not available yet; export from one process.")
+    if not max_shard_bytes > 0:
+        raise ValueError(f"max_shard_bytes must be positive. Received: max_shard_bytes={max_shard_bytes}")
+    _check_replaceable(directory)
+    family, written_config = export_config(module, config)
+    target = compute_dtype(dtype) if dtype is not None else (config or {}).get("dtype", (config or {}).get("torch_dtype"))
+    tensors, arrays = _tensors(family, module, variables, target)
+    largest = max((tensor.dtype for tensor in tensors), key=lambda each: each.itemsize)
+    written_config["dtype"] = largest.name
+    with _beside(directory) as unfinished:
+        _write_json(unfinished / "config.json", written_config)
+        if generation_config:
+            _write_json(unfinished / "generation_config.json", generation_config)
+        if tokenizer is not None:
+            tokenizer.save(unfinished)
+        _write_weights(unfinished, tensors, arrays, max_shard_bytes)
+    return directory
+
+
+def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
+    """Find the family that expresses a model and write its config, checked by reading it back.
+
+    Args:
+        module: The model.
+        config: Config it was loaded with, or None.
+
+    Raises:
+        ValueError: If no family, or not the config's own, expresses the model, with the reason of each.
+    """
+    reasons = []
+    wanted = None if config is None else config.get("model_type")
+    for family in FAMILIES.values():
+        if wanted is not None and family.model_type != wanted:
+            continue
+        try:
+            fields = family.config_dict(module)
+            read_back = family.translate(Fields(fields, "the exported config"))
+        except ValueError as error:
+            reasons.append(f"{family.model_type}: {error}")
+            continue
+        different = [name for name, value in read_back.items() if getattr(module, name) != value]
+        if different:
+            reasons.append(f"{family.model_type}: its config cannot express this model's {', '.join(different)}")
+            continue
+        kept = {name: value for name, value in (config or {}).items() if name not in _REWRITTEN}
+        identity = {"model_type": family.model_type, "architectures": [family.architecture]}
+        return family, {**kept, **identity, **fields}
+    if wanted is not None and wanted not in FAMILIES:
+        near = closest(str(wanted), FAMILIES)
+        reasons.append(f"model_type={wanted!r} is not one of {', '.join(FAMILIES)}" + (f"; did you mean {near!r}?" if near else ""))
+    raise ValueError("This model cannot be written as a Hugging Face checkpoint. " + "; ".join(reasons))
+
+
+# Older spellings of fields that `config_dict` writes; kept beside them they would say something twice.
+_REWRITTEN = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
+
+
+def _tensors(
+    family: Family, module: CausalTransformer, variables: Mapping[str, Any], dtype: str | None
+) -> tuple[list[_Tensor], dict[str, Any]]:
+    """List what is written, after checking that the variables are the model's."""
+    todo = {recipe.path: recipe for recipe in model_recipes(family, module)}
+    arrays = named_leaves({"params": variables.get("params", {})})
+    wrong = [path for path in todo.keys() ^ arrays.keys()]
+    wrong += [path for path in todo.keys() & arrays.keys() if tuple(arrays[path].shape) != todo[path].shape]
+    if wrong:
+        raise ValueError(
+            f"The variables are not those of the model: {len(wrong)} leaves are missing, left over or of another shape, "
+            f"such as {sorted(wrong)[:3]}."
+        )
+    tensors = []
+    for path, recipe in todo.items():
+        stored = np.dtype(arrays[path].dtype if dtype is None else dtype)
+        tensors += [_Tensor(name, recipe, layer, stored) for layer, name in enumerate(recipe.sources)]
+    return tensors, arrays
+
+
+def _write_weights(
+    directory: Path, tensors: Sequence[_Tensor], arrays: Mapping[str, Any], max_shard_bytes: float
+) -> None:
+    """Write the shards, and the index after the last of them."""
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(each.nbytes for each in shards[-1]) + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    names = [SINGLE_NAME]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        with (directory / name).open("wb") as file:
+            _write_shard(file, shard, arrays)
+            _sync(file)
+    if len(shards) > 1:
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.nbytes for tensor in tensors)
+        _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], arrays: Mapping[str, Any]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.recipe.tensor_shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors:
+        file.write(_stored(tensor, arrays[tensor.recipe.path]).reshape(-1).view(np.uint8).data)
+
+
+def _stored(tensor: _Tensor, leaf: Any) -> np.ndarray:
+    """Bring one layer of one leaf to the host in the file's arrangement."""
+    layer = np.asarray(_take_layer(leaf, tensor.layer) if tensor.recipe.banked else leaf)
+    values = tensor.recipe.in_tensor_order(layer)
+    result = np.empty(values.shape, tensor.dtype)
+    # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
+    copy_tiled(tensor_side(result, tensor.recipe), layer)
+    return result.reshape(tensor.recipe.tensor_shape)
+
+
+def tensor_side(stored: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """View a tensor in factors with the leaf's dimensions."""
+    return stored.transpose(recipe.order)
+
+
+@jax.jit
+def _take_layer(bank: jax.Array, layer: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(bank, layer, axis=0, keepdims=False)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with path.open("wb") as file:
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _check_replaceable(directory: Path) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file; give a directory to export to.")
+    names = sorted(entry.name for entry in directory.iterdir())
+    other = [n for n in names if n not in _REPLACEABLE and not (n.startswith("model-") and n.endswith(".safetensors"))]
+    if other:
+        raise FileExistsError(
+            f"{directory} holds files that no export wrote, such as {other[0]!r}. Give a new or empty directory."
+        )
+
+
+@contextlib.contextmanager
+def _beside(directory: Path) -> Iterator[Path]:
+    """Give a directory beside the wanted one that takes its name on success and vanishes on failure."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)
+        if directory.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".replaced", dir=directory.parent))
+            directory.rename(replaced / directory.name)
+            try:
+                unfinished.rename(directory)
+            except OSError:
+                (replaced / directory.name).rename(directory)
+                raise
+            finally:
+                shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -1,0 +1,32 @@
+"""The model families that checkpoints are read and written in.
+
+`FAMILIES` is the explicit index: a new family is one file here and one line in it.
+"""
+
+from typing import Any
+
+from dew.pretrained.families import llama, qwen3
+from dew.pretrained.families.family import Family
+from dew.pretrained.source import CheckpointError
+from dew.tree import closest
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama.FAMILY, qwen3.FAMILY)}
+
+
+def family_of(config: dict[str, Any], where: object) -> Family:
+    """Find the family of a config.
+
+    Raises:
+        CheckpointError: If `model_type` is absent or not known, with the list and the nearest name.
+    """
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    near = closest(model_type, FAMILIES) if isinstance(model_type, str) else None
+    raise CheckpointError(
+        f"{where}: model_type={model_type!r} is not supported. Known: {', '.join(FAMILIES)}."
+        + (f" The nearest is {near!r}." if near else "")
+    )
+
+
+__all__ = ["FAMILIES", "Family", "family_of"]

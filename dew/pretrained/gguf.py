@@ -1,0 +1,276 @@
+"""Memory-mapped reader of GGUF files, dequantising only the slice that is asked for.
+
+Entry points: `GgufFile` (metadata, checked without the `gguf` package) and `GgufSource` (tensors under Hugging Face names).
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dew.pretrained.source import CheckpointError, TensorInfo, check_extents
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_METADATA_KEYS = 65_536
+MAX_TENSORS = 1_000_000
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY = 8, 9
+SCALARS = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in the file: outermost dimension first, ggml type number, bytes from the start of the data."""
+
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int
+
+
+class GgufFile:
+    """The mapped file: its metadata and the table of tensors."""
+
+    def __init__(self, path: Path):
+        """Map the file and read its header.
+
+        Raises:
+            CheckpointError: If the header breaks a rule of the format.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = path.stat().st_size
+                if self.size < 24:
+                    raise CheckpointError(f"{path} has {self.size} bytes; a GGUF header has at least 24.")
+                self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        cursor = _Cursor(self._map, self.size, path)
+        if cursor.bytes(4) != MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: it does not start with {MAGIC!r}.")
+        version = cursor.number("<I")
+        if version not in VERSIONS:
+            raise CheckpointError(
+                f"{path} is GGUF version {version}; versions {VERSIONS} in little-endian order are read. Convert it again."
+            )
+        num_tensors, num_keys = cursor.number("<Q"), cursor.number("<Q")
+        if num_tensors > MAX_TENSORS or num_keys > MAX_METADATA_KEYS:
+            raise CheckpointError(
+                f"{path} claims {num_tensors} tensors and {num_keys} metadata keys; at most {MAX_TENSORS} and "
+                f"{MAX_METADATA_KEYS} are accepted. The file is damaged."
+            )
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.string()
+            if key in self.metadata:
+                raise CheckpointError(f"{path}: the metadata key {key!r} appears twice.")
+            self.metadata[key] = cursor.value(key)
+        self.tensors: dict[str, StoredTensor] = {}
+        for _ in range(num_tensors):
+            name, tensor = _tensor_entry(cursor)
+            if name in self.tensors:
+                raise CheckpointError(f"{path}: the tensor {name!r} appears twice.")
+            self.tensors[name] = tensor
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise CheckpointError(f"{path}: general.alignment must be a power of two up to {MAX_ALIGNMENT}. Received: {alignment!r}")
+        self.data_start = -(-cursor.position // alignment) * alignment
+
+    def raw(self, begin: int, nbytes: int) -> np.ndarray:
+        """View `nbytes` bytes that start `begin` bytes into the data."""
+        assert self._map is not None, f"{self.path} is closed"
+        return np.frombuffer(self._map, np.uint8, nbytes, self.data_start + begin)
+
+    def release(self, begin: int, nbytes: int) -> None:
+        """Drop the mapped pages of a byte range of the data."""
+        start = (self.data_start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        if nbytes and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, self.data_start + begin + nbytes - start)
+
+    def close(self) -> None:
+        """Forget the mapping. The system unmaps the file when the last view of it is gone."""
+        self._map = None
+
+
+class GgufSource:
+    """Tensors of a GGUF file under their Hugging Face names and in their Hugging Face row order, as float32.
+
+    A read touches the rows and the quantisation blocks that cover the slice, nothing else.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        tensor_name: Callable[[str], str],
+        row_order: Callable[[str, int], np.ndarray | None],
+    ):
+        """Check the table of tensors and rename it.
+
+        Args:
+            file: The open file.
+            tensor_name: GGUF name to Hugging Face name; unknown names come back unchanged.
+            row_order: Hugging Face name and row count to the stored row of each row; None when they agree.
+
+        Raises:
+            CheckpointError: If a tensor's type is unknown, or its bytes do not lie in the file.
+            ImportError: If the `gguf` package is not installed.
+        """
+        quants, block_sizes = _dequantiser()
+        self._file, self._quants, self._row_order = file, quants, row_order
+        self._tensors: dict[str, StoredTensor] = {}
+        self._blocks: dict[str, tuple[int, int]] = {}
+        extents = []
+        for stored_name, tensor in file.tensors.items():
+            name = tensor_name(stored_name)
+            block = block_sizes.get(tensor.ggml_type)
+            if block is None:
+                raise CheckpointError(
+                    f"{file.path}: tensor {stored_name!r} has ggml type {tensor.ggml_type}, which the installed gguf package "
+                    "cannot dequantise. Upgrade gguf, or convert the file to a type such as Q8_0."
+                )
+            if not tensor.shape or tensor.shape[-1] % block[0]:
+                raise CheckpointError(
+                    f"{file.path}: tensor {stored_name!r} of shape {tensor.shape} does not consist of blocks of {block[0]}."
+                )
+            if name in self._tensors:
+                raise CheckpointError(f"{file.path}: two tensors map to {name!r}.")
+            nbytes = math.prod(tensor.shape) // block[0] * block[1]
+            extents.append((tensor.offset, tensor.offset + nbytes, stored_name))
+            self._tensors[name], self._blocks[name] = tensor, block
+        check_extents(extents, max(0, file.size - file.data_start), file.path)
+        self.nbytes = sum(end - begin for begin, end, _ in extents)
+
+    def names(self) -> Iterable[str]:
+        """Hugging Face names of all tensors."""
+        return self._tensors.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, and float32: what `read` returns."""
+        return TensorInfo(self._tensors[name].shape, np.dtype(np.float32))
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Dequantise a part of a tensor."""
+        tensor, (block_size, block_bytes) = self._tensors[name], self._blocks[name]
+        *outer, width = tensor.shape
+        row_bytes = width // block_size * block_bytes
+        rows = self._file.raw(tensor.offset, math.prod(outer) * row_bytes).reshape(*outer, row_bytes)
+        columns = index[-1]
+        first, last = columns.start // block_size, -(-columns.stop // block_size)
+        order = self._row_order(name, tensor.shape[0])
+        if order is None:
+            selected = rows[(*index[:-1], slice(first * block_bytes, last * block_bytes))]
+        elif outer:
+            kept = rows[order[index[0]]]
+            selected = kept[(slice(None), *index[1:-1], slice(first * block_bytes, last * block_bytes))]
+        else:  # a bias: every element is a row
+            if block_size != 1:
+                raise CheckpointError(f"{self._file.path}: the bias {name!r} is quantised; its rows cannot be reordered.")
+            selected = rows.reshape(width, row_bytes // width)[order[columns]].reshape(-1)
+            first, columns = 0, slice(0, len(order[columns]))
+        values = self._dequantise(selected, tensor.ggml_type)
+        return values[..., columns.start - first * block_size : columns.stop - first * block_size]
+
+    def release(self, name: str) -> None:
+        """Drop the mapped pages of the tensor."""
+        tensor, (block_size, block_bytes) = self._tensors[name], self._blocks[name]
+        self._file.release(tensor.offset, math.prod(tensor.shape) // block_size * block_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _dequantise(self, raw: np.ndarray, ggml_type: int) -> np.ndarray:
+        if not raw.size:
+            return np.zeros((*raw.shape[:-1], 0), np.float32)
+        from gguf.constants import GGMLQuantizationType
+
+        return self._quants.dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(ggml_type))
+
+
+class _Cursor:
+    """Reads header fields in order, never past the end of the file."""
+
+    def __init__(self, data: Any, size: int, path: Path):
+        self.data, self.size, self.path, self.position = data, size, path, 0
+
+    def bytes(self, count: int) -> bytes:
+        end = self.position + count
+        if end > self.size:
+            raise CheckpointError(
+                f"{self.path}: the header asks for {count} bytes at {self.position}, the file ends at {self.size}. "
+                "The file is truncated or damaged; fetch it again."
+            )
+        result = self.data[self.position : end]
+        self.position = end
+        return result
+
+    def number(self, layout: str) -> int:
+        return struct.unpack(layout, self.bytes(struct.calcsize(layout)))[0]
+
+    def string(self) -> str:
+        raw = self.bytes(self.number("<Q"))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: a string at byte {self.position} is not UTF-8 ({error}).") from error
+
+    def value(self, key: str) -> Any:
+        kind = self.number("<I")
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self._scalars(key, kind, 1)[0]
+        item_kind, length = self.number("<I"), self.number("<Q")
+        if item_kind == STRING:
+            # Each string takes at least its 8-byte length, so a false count stops here and not after a huge loop.
+            if length * 8 > self.size - self.position:
+                raise CheckpointError(f"{self.path}: {key!r} claims {length} strings, more than the file can hold.")
+            return [self.string() for _ in range(length)]
+        return self._scalars(key, item_kind, length)
+
+    def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
+        dtype = SCALARS.get(kind)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {key!r} has value type {kind}, which GGUF does not define here.")
+        return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
+
+
+def _tensor_entry(cursor: _Cursor) -> tuple[str, StoredTensor]:
+    name = cursor.string()
+    num_dimensions = cursor.number("<I")
+    if num_dimensions > MAX_DIMENSIONS:
+        raise CheckpointError(f"{cursor.path}: tensor {name!r} has {num_dimensions} dimensions; ggml has {MAX_DIMENSIONS}.")
+    innermost_first = [cursor.number("<Q") for _ in range(num_dimensions)]
+    ggml_type, offset = cursor.number("<I"), cursor.number("<Q")
+    return name, StoredTensor(tuple(reversed(innermost_first)), ggml_type, offset)
+
+
+def _dequantiser() -> tuple[Any, dict[int, tuple[int, int]]]:
+    """The gguf package's dequantisers, and (elements, bytes) per block of every type they know."""
+    try:
+        from gguf import quants
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as error:
+        raise ImportError("Reading the tensors of a .gguf file needs the gguf package: pip install 'dew[gguf]'") from error
+    plain = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
+    known = [*plain, *quants._type_traits]
+    return quants, {int(kind): GGML_QUANT_SIZES[kind] for kind in known}

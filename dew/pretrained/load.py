@@ -1,0 +1,349 @@
+"""Load a checkpoint: describe it from its config, then stream its weights onto a mesh.
+
+Entry points: `load_pretrained`, `describe`. Everything that can be refused is refused before a weight is read.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dew.data.text import Tokenizer
+from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.mesh import MeshSpec, as_mesh
+from dew.placement.stacks import is_box, stack_view
+from dew.pretrained.families import Family, family_of
+from dew.pretrained.families.fields import Fields
+from dew.pretrained.formats import GGUF_ARCHITECTURES
+from dew.pretrained.gguf import GgufFile, GgufSource
+from dew.pretrained.hub import CONFIG_FILES, locate
+from dew.pretrained.place import Progress, place
+from dew.pretrained.recipe import Recipe, check_coverage, recipes
+from dew.pretrained.safetensors import SINGLE_NAME, open_safetensors
+from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
+from dew.tree import closest, named_leaves, nested
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainedConfig:
+    """What a checkpoint says about itself before any weight is read.
+
+    Attributes:
+        module: The model, without variables.
+        config: The config in Hugging Face fields.
+        tokenizer: Its tokenizer; None when the checkpoint has none.
+        generation_config: Defaults for generation; empty when the checkpoint has none.
+        family: The family that reads and writes it.
+        source: As the caller named it.
+        open_source: Fetches the weights if they are not here yet, and opens them.
+    """
+
+    module: CausalTransformer
+    config: dict[str, Any]
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any]
+    family: Family
+    source: str
+    open_source: Callable[[], TensorSource]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A loaded checkpoint.
+
+    Attributes:
+        module: The model.
+        variables: Its weights on the mesh, `{"params": ...}`.
+        tokenizer: Its tokenizer; None when the checkpoint has none.
+        config: The config in Hugging Face fields.
+        generation_config: Defaults for generation.
+        mesh: Where the weights are.
+        layout: By which rules.
+        source: As the caller named it.
+    """
+
+    module: CausalTransformer
+    variables: dict[str, Any]
+    tokenizer: Tokenizer | None
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    mesh: Mesh
+    layout: Layout
+    source: str
+
+
+def load_pretrained(
+    source: str | Path,
+    *,
+    mesh: Mesh | MeshSpec | Mapping[str, int] | None = None,
+    layout: Layout | None = None,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    scan_layers: bool = True,
+    bank_layers: int | None = None,
+    remat: str | None = None,
+) -> Pretrained:
+    """Load a checkpoint onto a mesh.
+
+    Args:
+        source: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[@revision]`.
+        mesh: Mesh, `MeshSpec` or dict of its fields; None puts all devices on data.
+        layout: Rules of placement; None takes the defaults.
+        dtype: Compute dtype; None takes the checkpoint's, float32 for GGUF.
+        param_dtype: Storage dtype of the weights; None takes `dtype` when it is given, else what the file holds.
+        revision: Branch, tag or commit of a repository.
+        progress: Called with (bytes placed, bytes in all).
+        scan_layers: Whether to store runs of like layers as banks.
+        bank_layers: Most layers of a bank.
+        remat: What the backward pass recomputes.
+
+    Returns:
+        The model, its variables on the mesh, and what came with it.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged, or is not one this library computes exactly.
+        LayoutRefused: If the layout replicates too much or the mesh cannot hold a model.
+        FileNotFoundError: If there is no such source.
+    """
+    described = describe(
+        source, revision=revision, dtype=dtype, scan_layers=scan_layers, bank_layers=bank_layers, remat=remat
+    )
+    mesh, layout = as_mesh(mesh), layout or Layout()
+    variables = load_variables(
+        described, mesh=mesh, layout=layout, param_dtype=dtype if param_dtype is None else param_dtype, progress=progress
+    )
+    return Pretrained(
+        module=described.module,
+        variables=variables,
+        tokenizer=described.tokenizer,
+        config=described.config,
+        generation_config=described.generation_config,
+        mesh=mesh,
+        layout=layout,
+        source=described.source,
+    )
+
+
+def describe(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: Any = None,
+    scan_layers: bool = True,
+    bank_layers: int | None = None,
+    remat: str | None = None,
+) -> PretrainedConfig:
+    """Read the config and the tokenizer of a checkpoint, and no weight.
+
+    Args:
+        source: As `load_pretrained`.
+        revision: As `load_pretrained`.
+        dtype: As `load_pretrained`.
+        scan_layers: As `load_pretrained`.
+        bank_layers: As `load_pretrained`.
+        remat: As `load_pretrained`.
+
+    Raises:
+        CheckpointError: If the config is not understood in every field that matters.
+        FileNotFoundError: If there is no such source.
+    """
+    path = locate(source, revision, weights=False)
+    if path.is_file():
+        config, tokenizer, generation_config, open_source = _describe_gguf(path)
+        stored_dtype = "float32"
+    else:
+        config, tokenizer, generation_config = _describe_directory(path)
+        open_source = functools.partial(_open_directory, source, path)
+        stored_dtype = _stored_dtype(config, path)
+    family = family_of(config, source)
+    arguments = family.translate(Fields(config, source))
+    if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
+        raise CheckpointError(
+            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {arguments['vocab_size']}. They do not "
+            "belong together."
+        )
+    module = CausalTransformer(
+        **arguments,
+        dtype=compute_dtype(stored_dtype if dtype is None else dtype),
+        param_dtype=stored_dtype if dtype is None else compute_dtype(dtype),
+        scan_layers=scan_layers,
+        bank_layers=bank_layers,
+        remat=remat,
+    )
+    return PretrainedConfig(
+        module=module,
+        config=config,
+        tokenizer=tokenizer,
+        generation_config=generation_config,
+        family=family,
+        source=str(source),
+        open_source=open_source,
+    )
+
+
+def load_variables(
+    described: PretrainedConfig,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    module: CausalTransformer | None = None,
+    param_dtype: Any = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Stream the weights of a described checkpoint onto a mesh.
+
+    Args:
+        described: What `describe` returned.
+        mesh: A mesh with the six axes.
+        layout: Rules of placement.
+        module: The described module with other storage or remat; None takes it as described.
+        param_dtype: Storage dtype; None keeps what the file holds.
+        progress: Called with (bytes placed, bytes in all).
+
+    Returns:
+        Variables of the module, `{"params": ...}`.
+
+    Raises:
+        CheckpointError: If the weights do not fit the config or are damaged. Nothing is placed then.
+        LayoutRefused: If the layout replicates too much or the mesh cannot hold a model. Nothing is read then.
+    """
+    module = described.module if module is None else module
+    dtype = None if param_dtype is None else compute_dtype(param_dtype)
+    refuse_unsupported_axes(mesh, "Loading a model")
+    abstract, view = abstract_variables(module), stack_view(module)
+    shardings = layout.shardings(mesh, abstract)
+    layout.check(mesh, abstract, shardings, view)
+    todo = model_recipes(described.family, module)
+    source = described.open_source()
+    try:
+        ignorable = described.family.ignorable
+        if module.tie_embeddings:
+            _check_tied(source, todo, described.source)
+            ignorable = (*ignorable, "lm_head.weight")
+        check_coverage(todo, source, ignorable, described.source)
+        return nested(place(todo, named_leaves(shardings), source, dtype, progress=progress))
+    finally:
+        source.close()
+
+
+def abstract_variables(module: CausalTransformer) -> dict[str, Any]:
+    """Shapes of a model's variables, in the boxes that declare their logical names. Allocates nothing."""
+    return jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+
+
+def model_recipes(family: Family, module: CausalTransformer) -> tuple[Recipe, ...]:
+    """Recipe of every leaf of a model, for load and for export."""
+    leaves = named_leaves(abstract_variables(module), is_leaf=is_box)
+    shapes = {path: tuple((leaf.value if is_box(leaf) else leaf).shape) for path, leaf in leaves.items()}
+    return recipes(family.weights, shapes, stack_view(module))
+
+
+def compute_dtype(dtype: Any) -> str:
+    """Name of a floating-point dtype that a model computes in.
+
+    Raises:
+        ValueError: If it is not one of `COMPUTE_DTYPES`.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in COMPUTE_DTYPES:
+        near = closest(name, COMPUTE_DTYPES)
+        raise ValueError(
+            f"dtype must be one of {', '.join(COMPUTE_DTYPES)}. Received: dtype={dtype!r}."
+            + (f" Did you mean {near!r}?" if near else "")
+        )
+    return name
+
+
+def _describe_directory(path: Path) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any]]:
+    config_path = contained(path, "config.json")
+    if not config_path.exists():
+        raise FileNotFoundError(f"{path} has no config.json, so it is not a checkpoint directory.")
+    generation_path = contained(path, "generation_config.json")
+    generation_config = read_json(generation_path) if generation_path.exists() else {}
+    for name in CONFIG_FILES:
+        contained(path, name)
+    has_tokenizer = contained(path, "tokenizer.json").exists()
+    return read_json(config_path), Tokenizer.from_directory(path) if has_tokenizer else None, generation_config
+
+
+def _describe_gguf(
+    path: Path,
+) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any], Callable[[], TensorSource]]:
+    file = GgufFile(path)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: GGUF architecture {architecture!r} is not supported. Known: {', '.join(GGUF_ARCHITECTURES)}."
+        )
+    reader = GGUF_ARCHITECTURES[architecture]
+    config = reader.config(file.metadata, file.tensors, path)
+    tokenizer = Tokenizer.from_gguf(file.metadata) if "tokenizer.ggml.model" in file.metadata else None
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    file.close()
+
+    def open_source() -> TensorSource:
+        return GgufSource(GgufFile(path), reader.tensor_name, lambda name, rows: reader.row_order(name, rows, config))
+
+    return config, tokenizer, tokens, open_source
+
+
+def _open_directory(source: str | Path, path: Path) -> TensorSource:
+    """Open the weights beside a described config, from the same commit when they come from the Hub."""
+    if not str(source).startswith("hf://") and Path(str(source)).expanduser().exists():
+        return open_safetensors(path)
+    repository = str(source).removeprefix("hf://").split("@")[0]
+    return open_safetensors(locate(f"hf://{repository}", path.name))
+
+
+def _stored_dtype(config: dict[str, Any], path: Path) -> str:
+    """The checkpoint's dtype: what its config says, else that of its largest kind of tensor, else float32."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if stated is not None:
+        name = str(stated).removeprefix("torch.")
+        if name not in COMPUTE_DTYPES:
+            raise CheckpointError(f"{path}: dtype={stated!r} is not supported; known: {', '.join(COMPUTE_DTYPES)}.")
+        return name
+    if not contained(path, SINGLE_NAME).exists():
+        return "float32"
+    weights = open_safetensors(path)
+    nbytes: dict[str, int] = {}
+    for name in weights.names():
+        shape, dtype = weights.info(name)
+        nbytes[dtype.name] = nbytes.get(dtype.name, 0) + int(np.prod(shape)) * dtype.itemsize
+    weights.close()
+    largest = max(nbytes, key=nbytes.__getitem__, default="float32")
+    return largest if largest in COMPUTE_DTYPES else "float32"
+
+
+def _check_tied(source: TensorSource, todo: tuple[Recipe, ...], where: str) -> None:
+    """Check that a head stored beside a table it is tied to is the same, so that leaving it out changes nothing."""
+    if "lm_head.weight" not in set(source.names()):
+        return
+    table = next(recipe.sources[0] for recipe in todo if recipe.path == "params/embed_tokens/embedding")
+    same = table in set(source.names()) and source.info(table) == source.info("lm_head.weight")
+    rows, step = source.info("lm_head.weight").shape[0], 4096
+    for start in range(0, rows if same else 0, step):
+        index = (slice(start, min(start + step, rows)), slice(0, source.info(table).shape[1]))
+        same = same and np.array_equal(source.read(table, index), source.read("lm_head.weight", index))
+    for name in (table, "lm_head.weight"):
+        if name in set(source.names()):
+            source.release(name)
+    if not same:
+        raise CheckpointError(
+            f"{where}: the config ties the head to {table}, but the file holds another lm_head.weight; nothing was loaded. "
+            "If the head is meant to be its own, set tie_word_embeddings to false in config.json."
+        )

@@ -1,0 +1,193 @@
+"""How a model leaf and the tensors of a checkpoint correspond: one statement, read by both load and export.
+
+A family lists `Weight` rules; `recipes` matches them with the leaves of a model. The arrangement is written as
+`"(N H) D -> D N H"`: dimensions of the stored tensor, then of the leaf, in the legend of `dew/arrays.py`.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dew.placement.stacks import StackView
+from dew.pretrained.source import CheckpointError, TensorSource
+from dew.tree import closest, matches
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Rule of a family: which stored tensor a per-layer leaf is.
+
+    Attributes:
+        path: Logical path of the leaf; `{i}` stands for a layer number.
+        tensor: Hugging Face name of the tensor, with the same `{i}`.
+        arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one.
+    """
+
+    path: str
+    tensor: str
+    arrangement: str
+
+    def match(self, path: str) -> str | None:
+        """Name of the tensor that a logical path is loaded from, or None when the rule is not about this path."""
+        pattern = re.escape(self.path).replace(r"\{i\}", r"(?P<i>\d+)")
+        found = re.fullmatch(pattern, path)
+        return found and self.tensor.replace("{i}", found.groupdict().get("i", ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Where one stored leaf of the model comes from.
+
+    Attributes:
+        path: Physical path of the leaf.
+        shape: Shape of the leaf; a bank has the layers first.
+        sources: Tensor of each layer of a bank, or the one tensor of another leaf.
+        banked: Whether the leaf has a leading dimension of layers.
+        arrangement: As in `Weight`.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    banked: bool
+    arrangement: str
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of the leaf without the dimension of layers."""
+        return self.shape[1:] if self.banked else self.shape
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each source tensor."""
+        return tuple(math.prod(sizes) for sizes in self.factors)
+
+    @property
+    def factors(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes that each dimension of the tensor consists of, outermost first."""
+        groups, order = parse(self.arrangement)
+        sizes = dict(zip(order, self.layer_shape, strict=True))
+        return tuple(tuple(sizes[name] for name in group) for group in groups)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """For each dimension of the leaf, its place among the tensor's factors."""
+        groups, order = parse(self.arrangement)
+        flat = [name for group in groups for name in group]
+        return tuple(flat.index(name) for name in order)
+
+    def in_tensor_order(self, part: np.ndarray) -> np.ndarray:
+        """View a part of one layer's leaf with the tensor's factors as dimensions."""
+        return part.transpose(np.argsort(self.order))
+
+    def tensor_slices(self, index: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Say which part of the tensor holds a part of the layer's leaf.
+
+        Args:
+            index: One slice with start and stop per dimension of the layer's leaf.
+
+        Returns:
+            The smallest covering slice per dimension of the tensor, and per factor the slice to take of what was read
+            once it is reshaped to factors. They differ only where an inner factor is cut (some columns of every head).
+        """
+        by_factor = dict(zip(self.order, index, strict=True))
+        covering, inner, place = [], [], 0
+        for sizes in self.factors:
+            outermost, rest = by_factor[place], math.prod(sizes[1:])
+            covering.append(slice(outermost.start * rest, outermost.stop * rest))
+            inner.append(slice(0, outermost.stop - outermost.start))
+            inner.extend(by_factor[place + offset] for offset in range(1, len(sizes)))
+            place += len(sizes)
+        return tuple(covering), tuple(inner)
+
+    def read_factors(self, covering: Sequence[slice]) -> tuple[int, ...]:
+        """Shape to give a covering read so that its dimensions are factors."""
+        return tuple(
+            size
+            for sizes, cover in zip(self.factors, covering, strict=True)
+            for size in ((cover.stop - cover.start) // math.prod(sizes[1:]), *sizes[1:])
+        )
+
+
+@functools.cache
+def parse(arrangement: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Split an arrangement into the groups of tensor dimensions and the dimensions of the leaf.
+
+    Raises:
+        ValueError: If the two sides do not hold the same dimensions.
+    """
+    left, _, right = arrangement.partition("->")
+    groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\w+", left))
+    order = tuple((right or left.replace("(", " ").replace(")", " ")).split())
+    if sorted(name for group in groups for name in group) != sorted(order) or len(set(order)) != len(order):
+        raise ValueError(f"an arrangement names each dimension once on either side. Received: {arrangement!r}")
+    return groups, order
+
+
+def recipes(
+    weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], view: StackView
+) -> tuple[Recipe, ...]:
+    """Give every leaf of a model its recipe.
+
+    Args:
+        weights: Rules of the family.
+        shapes: Shape of each physical leaf.
+        view: How the model stores its layers.
+
+    Raises:
+        ValueError: If a leaf has no rule, or a tensor would be read by two leaves.
+    """
+    found, reader = [], {}
+    for path, shape in shapes.items():
+        logical = view.logical_paths(path)
+        matched = [(weight, name) for each in logical for weight in weights if (name := weight.match(each))]
+        if len(matched) != len(logical) or len({weight.arrangement for weight, _ in matched}) != 1:
+            raise ValueError(f"The leaf {path!r} of shape {shape} has no place in a checkpoint of this family.")
+        names = tuple(name for _, name in matched)
+        for name in names:
+            if name in reader:
+                raise ValueError(f"The leaves {reader[name]!r} and {path!r} would both be read from {name!r}.")
+            reader[name] = path
+        found.append(Recipe(path, tuple(shape), names, view.bank_of(path) is not None, matched[0][0].arrangement))
+    return tuple(found)
+
+
+def check_coverage(
+    recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object
+) -> None:
+    """Check, before anything is read, that leaves and tensors match one to one.
+
+    Args:
+        recipes: One per leaf of the model.
+        source: The checkpoint.
+        ignorable: Globs of tensors that carry no weight.
+        where: The checkpoint, for errors.
+
+    Raises:
+        CheckpointError: Listing tensors that are missing, left over, or of another shape.
+    """
+    wanted = {name: recipe for recipe in recipes for name in recipe.sources}
+    present = set(source.names())
+    problems = []
+    missing = [name for name in wanted if name not in present]
+    extra = sorted(name for name in present if name not in wanted and not matches(name, ignorable))
+    if missing:
+        near = closest(missing[0], extra)
+        problems.append(f"missing tensors: {_listed(missing)}" + (f" (is {near!r} the first of them?)" if near else ""))
+    if extra:
+        problems.append(f"tensors that no part of the model reads: {_listed(extra)}")
+    for name, recipe in wanted.items():
+        if name in present and (shape := source.info(name).shape) != recipe.tensor_shape:
+            problems.append(f"{name} has shape {shape}, the config asks for {recipe.tensor_shape}")
+            if len(problems) > 8:
+                break
+    if problems:
+        raise CheckpointError(f"{where} does not fit its config; nothing was loaded. " + "; ".join(problems) + ".")
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,216 @@
+"""The pure functions of a training run: one batch in, the next state out.
+
+Entry points: `batch_gradients`, `update_step`, `accumulate_step`, `commit_step`,
+`evaluation_step`. A window's totals and masses are summed and divided once, before the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dew.objectives.base import LossOutput, Objective, Ratio
+from dew.training.state import Accumulator, TrainState, accumulation_dtype, empty_accumulator
+
+Statistics = dict[str, Ratio]
+StepFunction = Callable[[TrainState, Any], tuple[TrainState, Statistics, jax.Array]]
+
+
+def batch_gradients(
+    objective: Objective, shardings: Any = None
+) -> Callable[[Any, Any, jax.Array], tuple[LossOutput, Any]]:
+    """Build the function that scores one batch and differentiates the loss's total.
+
+    Args:
+        objective: What is trained.
+        shardings: Where each parameter lives; gradients are pinned there. None leaves the
+            choice to the compiler.
+
+    Returns:
+        A function of (variables, batch, key) giving the loss output and the gradient of its
+        total, a sum over the batch that no mass has divided yet.
+    """
+
+    def run(variables: Any, batch: Any, key: jax.Array) -> tuple[LossOutput, Any]:
+        rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+        def total(params: Any) -> tuple[jax.Array, LossOutput]:
+            output = objective.loss({**rest, "params": params}, batch, key=key, train=True)
+            _check_output(output, rest)
+            return output.loss.total, output
+
+        gradients, output = jax.grad(total, has_aux=True)(variables["params"])
+        if shardings is not None:
+            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+        return output, gradients
+
+    return run
+
+
+def update_step(
+    objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None
+) -> StepFunction:
+    """Build the step where every batch is an update.
+
+    Args:
+        objective: What is trained.
+        optimizer: An optax transformation.
+        shardings: Where each parameter, and so its gradient, lives.
+
+    Returns:
+        A function of (state, batch) giving the next state, the batch's statistics and whether
+        the update was applied. A batch without any mass or with a value that is not finite
+        moves the counters only.
+    """
+    differentiate = batch_gradients(objective, shardings)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Statistics, jax.Array]:
+        output, gradients = differentiate(state.variables, batch, _step_key(state))
+        state = _merge(state, output)
+        state, applied = _apply(optimizer, state, gradients, output.loss)
+        return state, statistics(output), applied
+
+    return step
+
+
+def accumulate_step(objective: Objective, shardings: Any = None) -> StepFunction:
+    """Build the step that adds a batch to the open window.
+
+    Args:
+        objective: What is trained.
+        shardings: Where each parameter, and so its gradient, lives.
+
+    Returns:
+        A function of (state, batch) as `update_step` gives; it never applies an update.
+    """
+    differentiate = batch_gradients(objective, shardings)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Statistics, jax.Array]:
+        state, output = _accumulated(differentiate, state, batch)
+        return state.replace(microstep=state.microstep + 1), statistics(output), jnp.zeros((), bool)
+
+    return step
+
+
+def commit_step(
+    objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None
+) -> StepFunction:
+    """Build the step that adds the last batch of a window and applies the update.
+
+    Args:
+        objective: What is trained.
+        optimizer: An optax transformation.
+        shardings: Where each parameter, and so its gradient, lives.
+
+    Returns:
+        A function of (state, batch) as `update_step` gives; the window is empty afterwards.
+    """
+    differentiate = batch_gradients(objective, shardings)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Statistics, jax.Array]:
+        state, output = _accumulated(differentiate, state, batch)
+        window = state.accumulator
+        state, applied = _apply(optimizer, state, window.gradients, window.loss)
+        state = state.replace(
+            microstep=jnp.zeros((), jnp.int32), accumulator=empty_accumulator(state.params)
+        )
+        return state, statistics(output), applied
+
+    return step
+
+
+def evaluation_step(objective: Objective) -> Callable[[Any, Any, jax.Array], Statistics]:
+    """Build the function that scores a batch without training.
+
+    Args:
+        objective: What is evaluated.
+
+    Returns:
+        A function of (variables, batch, key) giving the batch's statistics.
+    """
+
+    def step(variables: Any, batch: Any, key: jax.Array) -> Statistics:
+        return statistics(objective.loss(variables, batch, key=key, train=False))
+
+    return step
+
+
+def statistics(output: LossOutput) -> Statistics:
+    """Collect what a batch reports, in float32.
+
+    Args:
+        output: What the objective said.
+
+    Returns:
+        "loss" first, then the metrics by name.
+    """
+    ratios = {"loss": output.loss, **output.metrics}
+    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), ratios)
+
+
+def _step_key(state: TrainState) -> jax.Array:
+    return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+
+def _accumulated(
+    differentiate: Any, state: TrainState, batch: Any
+) -> tuple[TrainState, LossOutput]:
+    output, gradients = differentiate(state.variables, batch, _step_key(state))
+    window = state.accumulator
+    summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), window.gradients, gradients)
+    state = _merge(state, output)
+    return state.replace(accumulator=Accumulator(summed, window.loss + output.loss)), output
+
+
+def _merge(state: TrainState, output: LossOutput) -> TrainState:
+    """Count the batch and take its collections over, unless its loss is not finite."""
+    finite = jnp.isfinite(output.loss.total)
+    old = {name: state.variables[name] for name in output.variables}
+    fresh = jax.tree.map(lambda new, was: jnp.where(finite, new, was), output.variables, old)
+    return state.replace(step=state.step + 1, variables={**state.variables, **fresh})
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: Any, loss: Ratio
+) -> tuple[TrainState, jax.Array]:
+    """Divide the window's sums and update, or keep everything where that has no meaning."""
+    params = state.params
+    divisor = jnp.where(loss.mass > 0, loss.mass, 1)
+    mean = jax.tree.map(
+        lambda g, p: (g.astype(accumulation_dtype(p.dtype)) / divisor).astype(p.dtype),
+        gradients,
+        params,
+    )
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(mean)]
+    accept = jnp.all(jnp.stack([loss.mass > 0, jnp.isfinite(loss.total), *finite]))
+    updates, opt_state = optimizer.update(mean, state.opt_state, params)
+    # Selecting leaf by leaf fuses into the update; a conditional would copy the whole state.
+    select = lambda new, old: jnp.where(accept, new, old)  # noqa: E731
+    new_params = jax.tree.map(select, optax.apply_updates(params, updates), params)
+    state = state.replace(
+        updates=state.updates + accept.astype(jnp.int32),
+        variables={**state.variables, "params": new_params},
+        opt_state=jax.tree.map(select, opt_state, state.opt_state),
+    )
+    return state, accept
+
+
+def _check_output(output: LossOutput, rest: dict[str, Any]) -> None:
+    total = output.loss.total
+    if jnp.shape(total) != () or not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+        raise ValueError(
+            "An objective's loss total must be a floating-point scalar, the sum over the batch. "
+            f"Received: shape={jnp.shape(total)}, dtype={jnp.result_type(total)}."
+        )
+    if "loss" in output.metrics:
+        raise ValueError('The metric name "loss" is taken by the loss itself. Rename the metric.')
+    unknown = sorted(set(output.variables) - set(rest))
+    if unknown:
+        raise ValueError(
+            f"An objective may replace only collections it was given, {sorted(rest)}, and never "
+            f'"params". Received: variables={unknown}.'
+        )

@@ -1,0 +1,131 @@
+"""How a Flax module wants to be called: its inputs, its training flag, its random keys and its collections.
+
+Entry point: `ModuleCall`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+TRAINING_FLAGS = ("training", "train")
+ADDED_LOSSES = "losses"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleCall:
+    """Calls one Flax module the way its signature asks.
+
+    A module whose call takes `training`, `train` or `deterministic` is told. A dict of inputs is passed by keyword
+    when the call has those parameters, a tuple or list by position when it has as many; anything else is passed as
+    it is. What a module sows into "losses" is added to the loss.
+
+    Attributes:
+        module: The module.
+    """
+
+    module: Any
+
+    def flags(self, train: bool) -> dict[str, bool]:
+        """Return the keywords that tell the module whether it trains.
+
+        Args:
+            train: Whether it does.
+        """
+        flags = {name: train for name in TRAINING_FLAGS if name in self._parameters}
+        if "deterministic" in self._parameters:
+            flags["deterministic"] = not train
+        return flags
+
+    @property
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        parameters = dict(inspect.signature(type(self.module).__call__).parameters)
+        parameters.pop(next(iter(parameters)))
+        return parameters
+
+    def arguments(self, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Split inputs into positional and keyword arguments.
+
+        Args:
+            x: What `fit` was given as x.
+        """
+        names = [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            and name not in (*TRAINING_FLAGS, "deterministic")
+        ]
+        if isinstance(x, Mapping) and set(x) <= set(self._parameters):
+            return (), dict(x)
+        if isinstance(x, tuple | list) and 1 < len(x) <= len(names):
+            return tuple(x), {}
+        return (x,), {}
+
+    def init(self, key: jax.Array, x: Any) -> dict[str, Any]:
+        """Make fresh variables; traceable.
+
+        Args:
+            key: Random key.
+            x: Inputs of at least one row.
+
+        Returns:
+            The module's collections, without what it only sows.
+        """
+        positional, keywords = self.arguments(x)
+        rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
+        variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
+        return {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
+
+    def apply(
+        self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Call the module; traceable.
+
+        Args:
+            variables: Its collections.
+            x: Inputs, rows first.
+            key: Random key for dropout and the like; None outside training.
+            train: Whether it trains.
+
+        Returns:
+            The outputs, the collections that training replaces, and the sum of the losses it added.
+        """
+        positional, keywords = self.arguments(x)
+        rest = [name for name in variables if name != "params"]
+        # A stream that is not named here falls back to "params" in Flax.
+        rngs = {} if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        y_pred, updated = self.module.apply(
+            variables,
+            *positional,
+            **keywords,
+            **self.flags(train),
+            rngs=rngs,
+            mutable=[*(rest if train else ()), ADDED_LOSSES],
+        )
+        updated = dict(updated)
+        added = sum(
+            (jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in jax.tree.leaves(updated.pop(ADDED_LOSSES, {}))),
+            jnp.zeros((), jnp.float32),
+        )
+        return y_pred, updated, added
+
+    def output_shapes(self, x: Any) -> Any:
+        """Compute the shapes of the outputs without running the module.
+
+        Args:
+            x: Inputs of one row.
+
+        Returns:
+            A tree of shapes in the structure of the outputs.
+        """
+
+        def run(x: Any) -> Any:
+            key = jax.random.key(0)
+            return self.apply(self.init(key, x), x, key=key, train=False)[0]
+
+        return jax.eval_shape(run, jax.tree.map(jnp.asarray, x))

@@ -1,0 +1,196 @@
+"""What `compile` decides, checked at once: optimizer, losses, metrics, accumulation, precision.
+
+Entry points: `resolve_compile`, `Compiled`. Names that mean nothing are refused here, not inside `fit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from dew.inference.sampling import Greedy, Strategy, Temperature, TopK, TopP, as_sampling
+from dew_keras.losses import check_loss_names
+from dew_keras.metrics import check_metric_names
+from dew_keras.names import unknown_name
+from dew_keras.optimizers import CompiledOptimizer, high_rate, resolve_optimizer
+
+LANGUAGE_METRICS = ("perplexity", "token_accuracy")
+SAMPLERS: dict[str, type] = {"greedy": Greedy, "random": Temperature, "top_k": TopK, "top_p": TopP}
+# Keras' policy names: (dtype that the module computes in, dtype that frozen weights are kept in).
+POLICIES: dict[str, tuple[str, str]] = {
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "mixed_bfloat16": ("bfloat16", "float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The settings of a compiled model.
+
+    Attributes:
+        optimizer: The optimizer for a mesh.
+        loss: "auto", the token cross entropy of a language model, or what Keras takes; None when there is none.
+        loss_weights: Factors of several losses.
+        metrics: Metrics that ignore sample weights.
+        weighted_metrics: Metrics that use them.
+        language_metrics: Log keys beside the loss, for a language model with its own loss.
+        accumulation: Batches per update.
+        sampler: How `generate` draws unless it is told, or None for the checkpoint's own way.
+        sequence_length: Positions of a row made from texts; None takes the longest text.
+        packing: Whether texts share rows.
+        arguments: What `compile` was given, by name.
+    """
+
+    optimizer: CompiledOptimizer
+    loss: Any
+    loss_weights: Any = None
+    metrics: Any = None
+    weighted_metrics: Any = None
+    language_metrics: tuple[str, ...] = ()
+    accumulation: int = 1
+    sampler: Strategy | None = None
+    sequence_length: int | None = None
+    packing: bool = False
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is_pretrained: bool) -> Compiled:
+    """Check what `compile` was given and resolve what needs no data.
+
+    Args:
+        arguments: The arguments by name.
+        is_language_model: Whether the module is a language model.
+        is_pretrained: Whether its weights come from a checkpoint.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: If a name means nothing or an option is not available.
+        TypeError: If an argument is of the wrong kind.
+    """
+    given = dict(arguments)
+    _refuse_execution_options(given)
+    optimizer = resolve_optimizer(given["optimizer"], is_language_model=is_language_model, is_pretrained=is_pretrained)
+    if is_pretrained and (rate := high_rate(optimizer)) is not None:
+        warnings.warn(
+            f"A learning rate of {rate:g} is high for pretrained weights and may undo them; the default is 2e-5. "
+            "Pass optimizer=keras.optimizers.AdamW(2e-5), or go on if this is meant.",
+            stacklevel=3,
+        )
+    is_token_loss = is_language_model and given["loss"] == "auto"
+    loss = given["loss"] if is_language_model or given["loss"] != "auto" else None
+    metrics, weighted = given["metrics"], given["weighted_metrics"]
+    weighted = None if isinstance(weighted, str) and weighted == "auto" else weighted
+    language_metrics: tuple[str, ...] = ()
+    if is_token_loss:
+        language_metrics = _language_metrics(metrics, weighted, is_auto=given["weighted_metrics"] == "auto")
+    else:
+        check_loss_names(loss)
+        check_metric_names(metrics, "metrics")
+        check_metric_names(weighted, "weighted_metrics")
+    return Compiled(
+        optimizer=optimizer,
+        loss=loss,
+        loss_weights=given["loss_weights"],
+        metrics=metrics,
+        weighted_metrics=weighted,
+        language_metrics=language_metrics,
+        accumulation=_accumulation(given["accumulation"], optimizer.accumulation),
+        sampler=None if given["sampler"] == "auto" else resolve_sampler(given["sampler"]),
+        sequence_length=_sequence_length(given["sequence_length"]),
+        packing=bool(given["packing"]),
+        arguments=given,
+    )
+
+
+def resolve_sampler(sampler: Any) -> Strategy:
+    """Turn a sampler's name or strategy into a strategy.
+
+    Args:
+        sampler: "greedy", "random", "top_k", "top_p", or a strategy of `dew.inference`.
+
+    Raises:
+        ValueError: If a name means nothing.
+        TypeError: If it is no strategy.
+    """
+    if isinstance(sampler, str):
+        if sampler.lower() not in SAMPLERS:
+            raise unknown_name("sampler", sampler, SAMPLERS)
+        return SAMPLERS[sampler.lower()]()
+    as_sampling(sampler)
+    return sampler
+
+
+def resolve_policy(dtype: Any) -> tuple[str | None, str | None]:
+    """Turn a dtype policy into compute and storage dtypes.
+
+    Args:
+        dtype: "auto" (the checkpoint's dtype), or a Keras policy name.
+
+    Returns:
+        The two dtypes; None means the checkpoint's.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    name = getattr(dtype, "name", dtype)
+    if name in ("auto", None):
+        return None, None
+    if name not in POLICIES:
+        raise unknown_name("dtype", str(name), ["auto", *POLICIES])
+    return POLICIES[name]
+
+
+def _refuse_execution_options(given: Mapping[str, Any]) -> None:
+    if given["run_eagerly"]:
+        raise ValueError("run_eagerly=True is not available: steps are compiled. Debug with jax.disable_jit().")
+    if given["steps_per_execution"] != 1:
+        raise ValueError(
+            "steps_per_execution must be 1: steps are started without waiting for each other. "
+            f"Received: steps_per_execution={given['steps_per_execution']}"
+        )
+    if given["jit_compile"] not in ("auto", True):
+        raise ValueError(f"jit_compile must be 'auto' or True. Received: jit_compile={given['jit_compile']}")
+    if given["mesh"] == "auto":
+        raise ValueError(
+            "mesh='auto' is not available. Give a dict such as {'fsdp': 4, 'tensor': 2}, a MeshSpec, or None for all "
+            "devices on data."
+        )
+
+
+def _language_metrics(metrics: Any, weighted: Any, *, is_auto: bool) -> tuple[str, ...]:
+    if not metrics and not weighted:
+        return LANGUAGE_METRICS if is_auto else ()
+    found = []
+    for item in [*(metrics or ()), *(weighted or ())]:
+        name = "token_accuracy" if item in ("accuracy", "acc") else item
+        if name not in LANGUAGE_METRICS:
+            if isinstance(item, str):
+                raise unknown_name("metric", item, [*LANGUAGE_METRICS, "accuracy"])
+            raise ValueError(
+                "Beside loss='auto' a language model reports 'perplexity' and 'token_accuracy'. For Keras metrics give "
+                f"a Keras loss too, such as SparseCategoricalCrossentropy(from_logits=True). Received: metric={item!r}"
+            )
+        found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def _accumulation(given: Any, of_optimizer: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"accumulation must be a positive integer. Received: accumulation={given!r}")
+    if given > 1 and of_optimizer > 1:
+        raise ValueError(
+            f"Give either compile(accumulation={given}) or the optimizer's "
+            f"gradient_accumulation_steps={of_optimizer}, not both."
+        )
+    return max(given, of_optimizer)
+
+
+def _sequence_length(given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError(f"sequence_length must be a positive integer or None. Received: sequence_length={given!r}")
+    return given

@@ -1,0 +1,415 @@
+"""Where a model's weights are at every moment: not read yet, on a mesh, in a training state, or in a running loop.
+
+Entry point: `Engine`, which the verbs of `Model` share. Masters and optimizer state are made when the first fit
+starts, so that a model that only generates or evaluates holds its weights once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dew.objectives.language import LanguageModel
+from dew.placement.layout import Layout
+from dew.placement.mesh import as_mesh, batch_divisor
+from dew.placement.partition import data_partition, shard_batch
+from dew.placement.stacks import StackView, stack_view
+from dew.training.placing import plain
+from dew.training.state import TrainState, empty_accumulator
+from dew.training.trainer import Trainer
+from dew.tree import named_leaves
+from dew_keras.calling import ModuleCall
+from dew_keras.compiled import Compiled
+from dew_keras.inputs import RowSharing
+from dew_keras.loop import FitRun
+from dew_keras.losses import bind_objective
+from dew_keras.optimizers import OptaxHandle
+from dew_keras.presets import Preset
+
+
+class Engine:
+    """The dew objects behind a model.
+
+    Args:
+        module: The Flax module as the user gave it.
+        preset: The checkpoint it came from, or None.
+        variables: Weights to start from, or None.
+        seed: Seed of initial weights, dropout, shuffling and sampling.
+    """
+
+    def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int) -> None:
+        self._given_module = module
+        self.module = module
+        self.preset = preset
+        self.seed = seed
+        self.compiled: Compiled | None = None
+        self.layout = Layout()
+        self._mesh_given: Any = None
+        self._storage: str | None = None
+        self._master = "float32"
+        self._given_variables = variables
+        self._variables: Any = None
+        self.state: TrainState | None = None
+        self._run: FitRun | None = None
+        self._objective: Any = None
+        self._trainer: Trainer | None = None
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether the module has what the token loss and generation need."""
+        return all(hasattr(self._given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the weights come from a checkpoint."""
+        return self.preset is not None and self.preset.load_weights
+
+    @functools.cached_property
+    def call(self) -> ModuleCall:
+        """How the module is called."""
+        return ModuleCall(self.module)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh; all devices on data until `compile` says otherwise."""
+        return as_mesh(self._mesh_given)
+
+    @property
+    def view(self) -> StackView:
+        """How the module stores its layers."""
+        return stack_view(self.module)
+
+    @property
+    def sharing(self) -> RowSharing:
+        """How batch rows meet the mesh."""
+        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh))
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Enter the mesh and the rules that everything is traced under."""
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.layout.rules):
+            yield
+
+    def configure(
+        self,
+        compiled: Compiled,
+        *,
+        mesh: Any,
+        layout: Layout | None,
+        remat: Any,
+        precision: tuple[str | None, str | None],
+    ) -> None:
+        """Take over what `compile` decided; weights that are on a mesh move to the new one.
+
+        Args:
+            compiled: The settings.
+            mesh: As `compile` takes it.
+            layout: The rules; None takes the defaults.
+            remat: What the backward pass recomputes.
+            precision: Compute and storage dtypes; None means the checkpoint's.
+
+        Raises:
+            ValueError: If the mesh does not fit the devices, or an option does not fit the module.
+            LayoutRefused: If the layout leaves too much whole on the mesh.
+        """
+        if self._run is not None:
+            raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
+        module = self._configured_module(remat, precision[0])
+        new_mesh = as_mesh(mesh)
+        # Built first: what is refused must leave the model as it was.
+        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed)
+        fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
+        if self.is_language_model:
+            fresh.placements(fresh.abstract_variables())
+        keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
+        old_layout, self.layout = self.layout, fresh.layout
+        moves = self.is_built and (self.mesh != new_mesh or old_layout != self.layout)
+        self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
+        self._storage = precision[1]
+        self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
+        self._trainer = self._objective = None
+        for name in ("mesh", "call", "predictor"):
+            self.__dict__.pop(name, None)
+        if self.state is not None and not keeps_moments:
+            self._variables, self.state = self.state.variables, None
+        if moves:
+            self._move()
+        if isinstance(compiled.optimizer.public, OptaxHandle):
+            compiled.optimizer.public.current_state = lambda: None if self.state is None else self.state.opt_state
+        if self.is_pretrained and not self.is_built:
+            self.load(None)
+
+    def _configured_module(self, remat: Any, dtype: str | None) -> Any:
+        module = self._given_module
+        if not self.is_language_model:
+            if remat is not None or dtype is not None:
+                raise ValueError(
+                    f"remat and dtype configure language models; {type(module).__name__} decides them in its own code. "
+                    f"Received: remat={remat!r}, dtype={dtype!r}"
+                )
+            return module
+        changes = {} if dtype is None else {"dtype": dtype}
+        if remat is not None:
+            changes["remat"] = remat
+        return module.clone(**changes) if changes else module
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there are weights on devices."""
+        return self._variables is not None or self.state is not None or self._run is not None
+
+    @property
+    def current(self) -> TrainState | None:
+        """The training state, from the running loop while there is one."""
+        return self._run.loop.state if self._run is not None else self.state
+
+    @property
+    def variables(self) -> Any:
+        """The weights on the mesh, or None. While a fit runs, the next step consumes them."""
+        state = self.current
+        return self._variables if state is None else state.variables
+
+    def abstract_variables(self, example: Mapping[str, Any] | None = None) -> Any:
+        """Compute the shapes of the variables, in the boxes that declare their logical names.
+
+        Args:
+            example: A batch, for modules whose shapes depend on it.
+        """
+        with self.context():
+            return jax.eval_shape(self._initialiser(example), jax.random.key(0))
+
+    def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
+        if self.is_language_model:
+            return LanguageModel(self.module).init
+        if example is None:
+            raise ValueError(
+                f"{type(self.module).__name__} has no weights yet: their shapes follow from the data. Call fit, "
+                "evaluate or predict first, or build(example_inputs)."
+            )
+        x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
+        return lambda key: self.call.init(key, x)
+
+    def placements(self, abstract: Any) -> Any:
+        """Say where each variable goes.
+
+        Args:
+            abstract: Shapes of the variables.
+
+        Raises:
+            LayoutRefused: If too much stays whole.
+        """
+        shardings = self.layout.shardings(self.mesh, abstract)
+        self.layout.check(self.mesh, abstract, shardings, self.view)
+        return shardings
+
+    def load(self, example: Mapping[str, Any] | None) -> Any:
+        """Return the weights on the mesh, reading or initialising them the first time.
+
+        Args:
+            example: A batch, for modules whose shapes depend on it.
+        """
+        if self.is_built:
+            return self.variables
+        if self.is_pretrained:
+            assert self.preset is not None, "a pretrained engine has a preset"
+            self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
+            return self._variables
+        init = self._initialiser(example)
+        abstract = self.abstract_variables(example)
+        shardings = self.placements(abstract)
+        if self._given_variables is not None:
+            given = plain(self._given_variables)
+            _check_structure(given, plain(abstract))
+            self._variables = jax.tree.map(jax.device_put, given, shardings)
+        else:
+            make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
+            with self.context():
+                self._variables = make(jax.random.fold_in(jax.random.key(self.seed), 0))
+        return self._variables
+
+    def assign(self, variables: Any) -> None:
+        """Replace the weights, also between two steps of a running fit.
+
+        Args:
+            variables: Arrays in the structure of the current ones; they are moved to where those are.
+        """
+        placed = jax.tree.map(
+            lambda new, old: jax.device_put(jnp.asarray(new, old.dtype), old.sharding), variables, self.variables
+        )
+        if self._run is not None:
+            self._run.loop.state = self._run.loop.state.replace(variables=placed)
+        elif self.state is not None:
+            self.state = self.state.replace(variables=placed)
+        else:
+            self._variables = placed
+
+    def _move(self) -> None:
+        """Bring the weights to the configured mesh; moments follow when the next fit starts."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.variables)
+        # The declared names, where the module's shapes are known without data; else what plain shapes allow.
+        tree = self.abstract_variables() if self.is_language_model else shapes
+        moved = jax.tree.map(jax.device_put, self.variables, self.placements(tree))
+        if self.state is not None:
+            self.state = self.state.replace(variables=moved)
+        else:
+            self._variables = moved
+
+    def objective(self, example: Mapping[str, Any] | None) -> Any:
+        """Return what is trained, binding losses and metrics to the outputs the first time.
+
+        Args:
+            example: A batch; not needed for a language model with its own loss.
+
+        Raises:
+            ValueError: If there is no loss, or it does not fit the outputs.
+        """
+        if self._objective is not None:
+            return self._objective
+        compiled = self.compiled
+        assert compiled is not None, "verbs check that the model is compiled"
+        if self.is_language_model and isinstance(compiled.loss, str) and compiled.loss == "auto":
+            self._objective = LanguageModel(self._training_module())
+            return self._objective
+        if compiled.loss is None:
+            raise ValueError(
+                "You must give compile() a loss before fit() or evaluate(): a name such as 'mse', a keras.losses "
+                "object, or a function of (y_true, y_pred). Received: loss=None"
+            )
+        if example is None:
+            raise ValueError("The objective follows from the data. Call fit or evaluate first.")
+        call = ModuleCall(self._training_module())
+        self._objective = bind_objective(
+            call,
+            example,
+            loss=compiled.loss,
+            loss_weights=compiled.loss_weights,
+            metrics=compiled.metrics,
+            weighted_metrics=compiled.weighted_metrics,
+        )
+        return self._objective
+
+    def _training_module(self) -> Any:
+        return self.module.clone(param_dtype=self._master) if self.is_language_model else self.module
+
+    def trainer(self, example: Mapping[str, Any] | None) -> Trainer:
+        """Return the engine's trainer for the compiled model.
+
+        Args:
+            example: A batch, for objectives that depend on it.
+        """
+        if self._trainer is None:
+            assert self.compiled is not None, "verbs check that the model is compiled"
+            self._trainer = Trainer(
+                self.objective(example),
+                self.compiled.optimizer.build(self.view),
+                key=self.seed,
+                mesh=self.mesh,
+                layout=self.layout,
+                accumulation=self.compiled.accumulation,
+            )
+        return self._trainer
+
+    def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        """Turn pooled statistics into logs, sorted by name.
+
+        Args:
+            statistics: Host sums by name.
+        """
+        assert self.compiled is not None, "verbs check that the model is compiled"
+        logs = self._objective.report(statistics)
+        if isinstance(self._objective, LanguageModel):
+            logs = {name: value for name, value in logs.items() if name in ("loss", *self.compiled.language_metrics)}
+        return dict(sorted(logs.items()))
+
+    @contextlib.contextmanager
+    def fitting(self, example: Mapping[str, Any] | None) -> Iterator[FitRun]:
+        """Run a fit: make masters and optimizer state the first time, and keep what the loop leaves.
+
+        Args:
+            example: A batch, for objectives that depend on it.
+
+        Yields:
+            What the fit works with.
+        """
+        if self._run is not None:
+            raise RuntimeError("fit() cannot be called while another fit of this model runs.")
+        trainer = self.trainer(example)
+        compiled = self.compiled
+        assert compiled is not None, "verbs check that the model is compiled"
+        if self.state is None:
+            state = trainer.place(self.load(example))
+            self._variables = None  # the loop consumes them
+        else:
+            state = self._resumable(self.state)
+        loop = trainer.loop(state)
+        self.state = None
+        self._run = FitRun(
+            loop=loop,
+            optimizer=compiled.optimizer,
+            report=self.report,
+            score=trainer.score,
+            accumulation=compiled.accumulation,
+        )
+        try:
+            yield self._run
+            loop.drain()
+        finally:
+            self.state, self._run = loop.state, None
+            if compiled.optimizer.finalizes_average:
+                average = jax.tree.map(jnp.copy, self.state.opt_state.slots["average"])
+                self.state = self.state.replace(variables={**self.state.variables, "params": average})
+
+    def _resumable(self, state: TrainState) -> TrainState:
+        """Fit a kept state to the compiled accumulation window."""
+        assert self.compiled is not None, "verbs check that the model is compiled"
+        if (self.compiled.accumulation > 1) == (state.accumulator is not None):
+            return state
+        zeros = empty_accumulator(state.params) if self.compiled.accumulation > 1 else None
+        return state.replace(accumulator=zeros, microstep=jnp.zeros((), jnp.int32))
+
+    @functools.cached_property
+    def predictor(self) -> Any:
+        """The compiled forward pass, outputs whole on every device."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        call = self.call
+
+        def apply(variables: Any, x: Any) -> Any:
+            return call.apply(variables, x, key=None, train=False)[0]
+
+        return jax.jit(apply, out_shardings=whole)
+
+    def predict(self, batch: Mapping[str, Any]) -> Any:
+        """Start computing the outputs of a host batch.
+
+        Args:
+            batch: Holds `x`.
+        """
+        placed = shard_batch(self.mesh, {"x": batch["x"]})
+        with self.context():
+            return self.predictor(self.variables, placed["x"])
+
+
+def _same_optimizer(old: Compiled, new: Compiled) -> bool:
+    first, second = old.optimizer.public, new.optimizer.public
+    if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
+        return first.transformation is second.transformation
+    return first is second
+
+
+def _check_structure(given: Any, wanted: Any) -> None:
+    found, expected = named_leaves(given), named_leaves(wanted)
+    different = sorted(set(found) ^ set(expected))
+    if different:
+        raise ValueError(f"The variables given do not have the module's structure; they differ at {different[:5]}.")
+    for path, leaf in expected.items():
+        if tuple(jnp.shape(found[path])) != tuple(leaf.shape):
+            raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={jnp.shape(found[path])}.")

@@ -1,0 +1,172 @@
+"""From what a verb was given to a source of batches for the compiled objective.
+
+Entry point: `Feeder`. Language models take texts, prompts with responses, chats, token rows, or iterables of batches
+of these; everything else is x, y and weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from dew.data.text import Tokenizer
+from dew_keras.arrays import is_array_tree, keras_arrays, split_rows
+from dew_keras.compiled import Compiled
+from dew_keras.engine import Engine
+from dew_keras.inputs import DEFAULT_BATCH_SIZE, ArraySource, Source, keras_source
+from dew_keras.text import LanguageRows, as_keras_batch, is_language_input, is_token_rows, language_stream, make_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Arrays by name that were made already: the rows that `validation_split` cut off."""
+
+    arrays: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feeder:
+    """Makes sources for one model as it is compiled.
+
+    Attributes:
+        engine: The model's engine.
+        tokenizer: The model's tokenizer, or None.
+        compiled: The settings.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    compiled: Compiled
+
+    def training(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        class_weight: Mapping[Any, float] | None,
+        *,
+        batch_size: int | None,
+        shuffle: bool,
+        split: float,
+    ) -> tuple[Source, Any, list[str]]:
+        """Make the source of `fit`.
+
+        Args:
+            x: As `fit`.
+            y: As `fit`.
+            sample_weight: As `fit`.
+            class_weight: As `fit`.
+            batch_size: As `fit`.
+            shuffle: As `fit`.
+            split: Part of the rows to cut off for validation.
+
+        Returns:
+            The source, the rows cut off in a form that `held_out` takes (or None), and lines that describe the rows.
+
+        Raises:
+            ValueError: If the forms do not go together.
+        """
+        seed = self.engine.seed if shuffle else None
+        if self._takes_language(x, y):
+            if sample_weight is not None or class_weight is not None:
+                raise ValueError("Token rows are weighed by their loss_mask; leave sample_weight and class_weight out.")
+            rows = self._rows(x, None)
+            arrays, cut = self._arrays(rows.arrays), None
+            if split:
+                arrays, cut = split_rows(arrays, split)
+            return self._source(arrays, batch_size, seed), None if cut is None else _Rows(cut), [f"fit: {rows.report}"]
+        if self._streams_language(x, y):
+            if split:
+                raise ValueError(f"validation_split goes with rows, not with a {type(x).__name__}.")
+            return language_stream(x, self._stream_batch, sharing=self.engine.sharing), None, []
+        cut = None
+        if split:
+            if not is_array_tree(x):
+                raise ValueError(f"validation_split goes with arrays, not with a {type(x).__name__}.")
+            arrays, cut = split_rows(keras_arrays(x, y, sample_weight), split)
+            x, y, sample_weight = arrays["x"], arrays.get("y"), arrays.get("sample_weight")
+        source = keras_source(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            sharing=self.engine.sharing,
+            seed=seed,
+            class_weight=class_weight,
+        )
+        return source, None if cut is None else _Rows(cut), []
+
+    def held_out(self, data: Any, batch_size: int | None, *, like: Any = None, what: str) -> tuple[Source, list[str]]:
+        """Make the source of a validation or an evaluation.
+
+        Args:
+            data: (x, y), (x, y, sample_weight), or what x of `fit` may be.
+            batch_size: Rows of a batch; None is 32.
+            like: Source of the training rows, whose length texts take.
+            what: What the data is, for the lines.
+
+        Returns:
+            The source, and lines that describe the rows.
+
+        Raises:
+            ValueError: If the data has another form.
+        """
+        if isinstance(data, _Rows):
+            return self._source(data.arrays, batch_size, None), []
+        is_tuple = isinstance(data, tuple) and bool(data) and not isinstance(data[0], str)
+        if not is_tuple and self._takes_language(data, None):
+            rows = self._rows(data, _row_length(like))
+            return self._source(self._arrays(rows.arrays), batch_size, None), [f"{what}: {rows.report}"]
+        if not is_tuple and self._streams_language(data, None):
+            return language_stream(data, self._stream_batch, sharing=self.engine.sharing), []
+        if is_tuple and not 1 <= len(data) <= 3:
+            raise ValueError(
+                "Held-out data must be (x, y), (x, y, sample_weight), or what x may be. "
+                f"Received: a tuple of {len(data)}"
+            )
+        x, y, weight = (*data, None, None)[:3] if is_tuple else (data, None, None)
+        return keras_source(x, y, weight, batch_size=batch_size, sharing=self.engine.sharing), []
+
+    def _source(self, arrays: Mapping[str, Any], batch_size: int | None, seed: int | None) -> ArraySource:
+        return ArraySource(arrays, batch_size=batch_size or DEFAULT_BATCH_SIZE, sharing=self.engine.sharing, seed=seed)
+
+    def _takes_language(self, x: Any, y: Any) -> bool:
+        return self.engine.is_language_model and y is None and is_language_input(x)
+
+    def _streams_language(self, x: Any, y: Any) -> bool:
+        is_stream = hasattr(x, "__iter__") and not is_array_tree(x) and not isinstance(x, keras.utils.PyDataset)
+        return self.engine.is_language_model and y is None and is_stream
+
+    def _rows(self, inputs: Any, length: int | None) -> LanguageRows:
+        compiled = self.compiled
+        return make_rows(
+            inputs,
+            self.tokenizer,
+            length=length if compiled.sequence_length is None else compiled.sequence_length,
+            packing=compiled.packing,
+            max_length=self.engine.module.max_length,
+        )
+
+    def _arrays(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Token rows for the token cross entropy; inputs and targets for a Keras loss on logits."""
+        is_token_loss = isinstance(self.compiled.loss, str) and self.compiled.loss == "auto"
+        return dict(arrays) if is_token_loss else as_keras_batch(arrays)
+
+    def _stream_batch(self, item: Any) -> dict[str, Any]:
+        item = item[0] if isinstance(item, tuple) and len(item) == 1 else item
+        if not is_token_rows(item) and self.compiled.sequence_length is None:
+            raise ValueError(
+                "Batches of texts need one length: give compile(sequence_length=...). Received: sequence_length=None"
+            )
+        return self._arrays(self._rows(item, None).arrays)
+
+
+def _row_length(source: Any) -> int | None:
+    arrays = getattr(source, "arrays", {})
+    if "tokens" in arrays:
+        return arrays["tokens"].shape[1] - 1
+    x = arrays.get("x")
+    return x["tokens"].shape[1] if isinstance(x, Mapping) and "tokens" in x else None

@@ -1,0 +1,347 @@
+"""Data as Keras takes it, cut into host batches that a mesh can hold.
+
+Entry points: `keras_source` for x, y and weights, `ArraySource` for arrays by name. A source opens a fresh pass per
+epoch; rows that only fill a batch up carry no weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import keras
+import numpy as np
+
+from dew.data.global_batch import shuffled_order
+from dew.placement.partition import DataPartition
+from dew_keras.arrays import count_rows, is_array_tree, keras_arrays
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One host batch.
+
+    Attributes:
+        data: This process's rows, as the objective's `prepare` reads them.
+        rows: Rows over all processes that are no filling.
+    """
+
+    data: dict[str, Any]
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSharing:
+    """How batch rows meet the mesh.
+
+    Attributes:
+        divisor: Row shards of the mesh; a global batch is a multiple of it.
+        partition: This process's share of a global batch.
+    """
+
+    divisor: int = 1
+    partition: DataPartition = dataclasses.field(default_factory=DataPartition)
+
+    def round_up(self, rows: int) -> int:
+        """Return the smallest batch of at least `rows` rows that the mesh can hold."""
+        unit = math.lcm(self.divisor, self.partition.count)
+        return -(-rows // unit) * unit
+
+    def share(self, data: Any) -> Any:
+        """Cut this process's rows out of a global batch: one run of rows, so that order is kept."""
+        count, index = self.partition.count, self.partition.index
+        if count == 1:
+            return data
+        return jax.tree.map(lambda leaf: leaf[len(leaf) // count * index : len(leaf) // count * (index + 1)], data)
+
+
+class Source(Protocol):
+    """Batches, pass after pass."""
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of a pass, or None when nobody knows."""
+        ...
+
+    def example(self) -> dict[str, Any]:
+        """Return a batch for its shapes; it is not lost to the passes."""
+        ...
+
+    def open(self, epoch: int) -> Iterator[Batch]:
+        """Start a pass.
+
+        Args:
+            epoch: Number of the pass, which decides its order.
+        """
+        ...
+
+
+def fill_rows(data: dict[str, Any], rows: int, size: int, *, always_mask: bool) -> dict[str, Any]:
+    """Fill a batch up to a size with copies of its first row that carry no weight.
+
+    Copies are valid inputs, where zeros could give a loss without a gradient.
+
+    Args:
+        data: Arrays with `rows` rows first; token rows under "tokens", anything else as `x`, `y`, `sample_weight`.
+        rows: Rows there are.
+        size: Rows there should be.
+        always_mask: Mark the rows even when the batch is full, so that every batch compiles to one program.
+
+    Returns:
+        The batch, with `loss_mask` cleared or `rows` set to 0 where a row is filling.
+    """
+    is_filled = size > rows
+    if is_filled:
+        index = np.concatenate([np.arange(rows), np.zeros(size - rows, np.int64)])
+        data = jax.tree.map(lambda leaf: leaf[index], data)
+    if "tokens" in data:
+        if is_filled or always_mask:
+            mask = np.array(data.get("loss_mask", np.ones(data["tokens"].shape, bool)))
+            mask[rows:] = False
+            data = {**data, "loss_mask": mask}
+    elif is_filled or always_mask:
+        data = {**data, "rows": (np.arange(size) < rows).astype(np.float32)}
+    return data
+
+
+class ArraySource:
+    """Arrays in memory, by name, rows first.
+
+    Args:
+        arrays: Trees of arrays with one number of rows.
+        batch_size: Rows of a batch; the last one may have fewer.
+        sharing: How rows meet the mesh.
+        seed: Shuffles every pass by (seed, epoch); None keeps the order.
+
+    Raises:
+        ValueError: If there are no rows, or arrays differ in rows.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, Any], *, batch_size: int, sharing: RowSharing, seed: int | None = None
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ValueError(f"batch_size must be a positive integer. Received: batch_size={batch_size!r}")
+        self.arrays = dict(arrays)
+        self.rows = count_rows(self.arrays)
+        self.batch_size = int(batch_size)
+        self._sharing, self._seed = sharing, seed
+        self._size = sharing.round_up(min(self.batch_size, self.rows))
+        full = self.rows % self.batch_size == 0 or self.rows < self.batch_size
+        self._mask = not full or min(self.batch_size, self.rows) != self._size
+
+    @property
+    def steps(self) -> int:
+        """Batches of a pass, the last one possibly smaller."""
+        return -(-self.rows // self.batch_size)
+
+    @property
+    def padded_batch_size(self) -> int:
+        """Rows of a batch on the mesh, filling included."""
+        return self._size
+
+    def example(self) -> dict[str, Any]:
+        """Return the first row."""
+        return jax.tree.map(lambda leaf: leaf[:1], self.arrays)
+
+    def open(self, epoch: int) -> Iterator[Batch]:
+        """Start a pass.
+
+        Args:
+            epoch: Number of the pass, which decides its order.
+        """
+        order = None if self._seed is None else shuffled_order(self.rows, seed=self._seed, epoch=epoch)
+        for start in range(0, self.rows, self.batch_size):
+            stop = min(start + self.batch_size, self.rows)
+            index: Any = slice(start, stop) if order is None else order[start:stop]
+            data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
+            data = fill_rows(data, stop - start, self._size, always_mask=self._mask)
+            yield Batch(self._sharing.share(data), stop - start)
+
+
+class IterableSource:
+    """Batches that come from an object, one pass after another.
+
+    Args:
+        iterate: Starts a pass; None when the pass cannot be started.
+        convert: Turns one item into arrays by name.
+        sharing: How rows meet the mesh; every process sees the global batches.
+        steps: Batches of a pass when known.
+        when_spent: What to say when a pass gives nothing.
+    """
+
+    def __init__(
+        self,
+        iterate: Callable[[int], Iterable[Any]],
+        convert: Callable[[Any], dict[str, Any]],
+        *,
+        sharing: RowSharing,
+        steps: int | None,
+        when_spent: str,
+    ) -> None:
+        self._iterate, self._convert, self._sharing = iterate, convert, sharing
+        self.steps = steps
+        self._when_spent = when_spent
+        self._largest = 0
+        self._begun: tuple[Batch, Iterator[Batch]] | None = None
+
+    def example(self) -> dict[str, Any]:
+        """Return the first batch of the next pass."""
+        if self._begun is None:
+            stream = self._pass(0)
+            self._begun = next(stream), stream
+        return self._begun[0].data
+
+    def open(self, epoch: int) -> Iterator[Batch]:
+        """Start a pass, or go on with the one that `example` began.
+
+        Args:
+            epoch: Number of the pass.
+
+        Raises:
+            ValueError: If the pass gives no batch.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            yield from self._pass(epoch)
+        else:
+            yield begun[0]
+            yield from begun[1]
+
+    def _pass(self, epoch: int) -> Iterator[Batch]:
+        found = False
+        for item in self._iterate(epoch):
+            found = True
+            data = self._convert(item)
+            rows = count_rows(data)
+            self._largest = max(self._largest, self._sharing.round_up(rows))
+            data = fill_rows(data, rows, self._largest, always_mask=False)
+            yield Batch(self._sharing.share(data), rows)
+        if not found:
+            raise ValueError(self._when_spent)
+
+
+class SlicedSource:
+    """A fixed number of batches per epoch, which go on where the last epoch stopped.
+
+    Args:
+        source: Where batches come from; a spent pass is followed by the next.
+        steps: Batches per epoch.
+    """
+
+    def __init__(self, source: Source, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+            raise ValueError(f"steps_per_epoch must be a positive integer. Received: steps_per_epoch={steps!r}")
+        self.steps = int(steps)
+        self._source = source
+        self._stream = self._endless()
+
+    def _endless(self) -> Iterator[Batch]:
+        epoch = 0
+        while True:
+            yield from self._source.open(epoch)
+            epoch += 1
+
+    def example(self) -> dict[str, Any]:
+        """Return a batch for its shapes."""
+        return self._source.example()
+
+    def open(self, epoch: int) -> Iterator[Batch]:
+        """Go on for one epoch.
+
+        Args:
+            epoch: Not read: the order is that of the passes.
+        """
+        for _ in range(self.steps):
+            yield next(self._stream)
+
+
+def keras_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None,
+    sharing: RowSharing,
+    seed: int | None = None,
+    class_weight: Mapping[Any, float] | None = None,
+) -> Source:
+    """Make a source of what `fit`, `evaluate` or `predict` was given.
+
+    Args:
+        x: Arrays, or a PyDataset, a generator, or an iterable of (x,), (x, y) or (x, y, sample_weight).
+        y: Targets, with arrays only.
+        sample_weight: Weights, with arrays only.
+        batch_size: Rows of a batch, with arrays only; None is 32.
+        sharing: How rows meet the mesh.
+        seed: Shuffles arrays by (seed, epoch); None keeps their order.
+        class_weight: Weight by class, for training on one output.
+
+    Raises:
+        ValueError: If the forms do not go together, or the data is of no known form.
+    """
+    if is_array_tree(x):
+        arrays = keras_arrays(x, y, sample_weight, class_weight)
+        return ArraySource(arrays, batch_size=batch_size or DEFAULT_BATCH_SIZE, sharing=sharing, seed=seed)
+    kind = type(x).__name__
+    for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
+        if value is not None:
+            raise ValueError(f"`{name}` goes with arrays; a {kind} gives whole batches itself. Leave {name} out.")
+    if class_weight is not None and not isinstance(x, keras.utils.PyDataset):
+        raise ValueError(f"`class_weight` goes with arrays and PyDatasets, not with a {kind}.")
+
+    def convert(item: Any) -> dict[str, Any]:
+        return keras_arrays(*unpacked(item, kind), class_weight)
+
+    if isinstance(x, keras.utils.PyDataset):
+        return _dataset_source(x, convert, sharing)
+    if isinstance(x, types.GeneratorType):
+        spent = (
+            "The generator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless "
+            "generator, or a PyDataset."
+        )
+        return IterableSource(lambda epoch: x, convert, sharing=sharing, steps=None, when_spent=spent)
+    if hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping):
+        steps = len(x) if hasattr(x, "__len__") else None
+        spent = f"A pass over the {kind} gave no batch."
+        return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
+    raise ValueError(f"Unrecognized data type: x={x!r} of type {type(x)}. Give arrays, a PyDataset or an iterable.")
+
+
+def _dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:
+    def iterate(epoch: int) -> Iterator[Any]:
+        dataset.on_epoch_begin()
+        count = dataset.num_batches
+        number = 0
+        while count is None or number < count:
+            yield dataset[number]
+            number += 1
+        dataset.on_epoch_end()
+
+    spent = f"The {type(dataset).__name__} has no batch."
+    return IterableSource(iterate, convert, sharing=sharing, steps=dataset.num_batches, when_spent=spent)
+
+
+def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:
+    """Take an item of an iterable apart.
+
+    Args:
+        item: (x,), (x, y) or (x, y, sample_weight).
+        kind: What gave it, for the error.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(item, list) and kind != "generator":
+        item = tuple(item)
+    if not isinstance(item, tuple) or not 1 <= len(item) <= 3:
+        raise ValueError(
+            f"A {kind} must give tuples (x,), (x, y) or (x, y, sample_weight). Received: {type(item).__name__}"
+        )
+    return tuple([*item, None, None][:3])  # type: ignore[return-value]

@@ -1,0 +1,204 @@
+"""`fit`, `evaluate` and `predict` as consumers of the engine's training loop.
+
+Entry points: `run_fit`, `run_evaluate`, `run_predict`. They call the hooks in Keras' order, copy what a hook
+assigned into the next step, and read results late enough that no step is waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dew.training.loop import Loop
+from dew_keras.callbacks import MAX_PENDING, Hooks, RunningLogs
+from dew_keras.inputs import Batch, Source
+from dew_keras.optimizers import CompiledOptimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Validation:
+    """When and on what `fit` validates.
+
+    Attributes:
+        source: The validation data.
+        steps: Batches of a pass, or None for all.
+        frequency: Every how many epochs, or the epochs, counted from 1, that validate.
+    """
+
+    source: Source
+    steps: int | None = None
+    frequency: Any = 1
+
+    def is_due(self, epoch: int) -> bool:
+        """Say whether an epoch validates.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        if isinstance(self.frequency, int):
+            return (epoch + 1) % self.frequency == 0
+        return epoch + 1 in self.frequency
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitRun:
+    """What one `fit` works with.
+
+    Attributes:
+        loop: The engine's loop.
+        optimizer: Whose rate is copied into the state when it was assigned.
+        report: Turns sums into logs.
+        score: Starts scoring a batch with given variables.
+        accumulation: Batches per update.
+    """
+
+    loop: Loop
+    optimizer: CompiledOptimizer
+    report: Callable[[Any], dict[str, float]]
+    score: Callable[[Any, Any], Any]
+    accumulation: int
+
+
+def run_fit(
+    run: FitRun,
+    model: Any,
+    source: Source,
+    hooks: Hooks,
+    *,
+    epochs: int,
+    initial_epoch: int,
+    validation: Validation | None,
+) -> None:
+    """Train epoch by epoch.
+
+    Args:
+        run: What the fit works with.
+        model: Holds `stop_training`, which any hook may set.
+        source: The training data.
+        hooks: The callbacks.
+        epochs: Number of the last epoch.
+        initial_epoch: Number of the first epoch, from 0.
+        validation: When and on what to validate.
+    """
+    model.stop_training = False
+    hooks.begin("train")
+    logs: dict[str, float] = {}
+    for epoch in range(initial_epoch, epochs):
+        hooks.epoch_begin(epoch)
+        logs = _train_epoch(run, model, source, hooks, epoch)
+        if validation is not None and validation.is_due(epoch):
+            found = run_evaluate(
+                lambda batch: run.score(run.loop.state.variables, batch),
+                run.report,
+                model,
+                validation.source,
+                hooks,
+                steps=validation.steps,
+            )
+            logs.update({f"val_{name}": value for name, value in found.items()})
+        hooks.epoch_end(epoch, logs)
+        if model.stop_training:
+            break
+    hooks.end("train", logs)
+
+
+def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: int) -> dict[str, float]:
+    running = RunningLogs(run.report)
+    for number, batch in enumerate(source.open(epoch)):
+        hooks.batch_begin("train", number)
+        rate = run.optimizer.changed_rate()
+        if rate is not None:
+            run.loop.state = run.loop.state.with_learning_rate(rate)
+        result = run.loop.step(batch.data)
+        running.add(result.statistics)
+        model.count_batches(result.step // run.accumulation)
+        hooks.batch_end("train", number, running)
+        if model.stop_training:
+            break
+    return running.values()
+
+
+def run_evaluate(
+    score: Callable[[Any], Any],
+    report: Callable[[Any], dict[str, float]],
+    model: Any,
+    source: Source,
+    hooks: Hooks,
+    *,
+    steps: int | None,
+) -> dict[str, float]:
+    """Score a pass over held-out data.
+
+    Args:
+        score: Starts scoring a host batch.
+        report: Turns sums into logs.
+        model: Holds `stop_evaluating`, which any hook may set.
+        source: The data; every pass begins at its start.
+        hooks: The callbacks.
+        steps: Batches to score, or None for all.
+
+    Returns:
+        The logs of the pass.
+    """
+    model.stop_evaluating = False
+    hooks.begin("test")
+    running = RunningLogs(report)
+    for number, batch in enumerate(_limited(source, steps)):
+        hooks.batch_begin("test", number)
+        running.add(score(batch.data))
+        hooks.batch_end("test", number, running)
+        if model.stop_evaluating:
+            break
+    logs = running.values()
+    hooks.end("test", logs)
+    return logs
+
+
+def run_predict(apply: Callable[[Any], Any], model: Any, source: Source, hooks: Hooks, *, steps: int | None) -> Any:
+    """Compute outputs of every row, in order.
+
+    Args:
+        apply: Starts computing the outputs of a host batch; whole on every device.
+        model: Holds `stop_predicting`, which any hook may set.
+        source: The data.
+        hooks: The callbacks.
+        steps: Batches to compute, or None for all.
+
+    Returns:
+        Host arrays in the structure of the outputs, exactly the rows given.
+    """
+    model.stop_predicting = False
+    hooks.begin("predict")
+    pending: collections.deque[tuple[int, int, Any]] = collections.deque()
+    parts: list[Any] = []
+
+    def finish() -> None:
+        number, rows, outputs = pending.popleft()
+        host = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], outputs)
+        parts.append(host)
+        hooks.batch_end("predict", number, {"outputs": host})
+
+    for number, batch in enumerate(_limited(source, steps)):
+        hooks.batch_begin("predict", number)
+        pending.append((number, batch.rows, apply(batch.data)))
+        # A callback of the batch before must have run when the next one begins; the bar alone may lag.
+        while len(pending) > (0 if hooks.listens("predict") else MAX_PENDING):
+            finish()
+        if model.stop_predicting:
+            break
+    while pending:
+        finish()
+    hooks.end("predict", {})
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _limited(source: Source, steps: int | None) -> Iterator[Batch]:
+    for number, batch in enumerate(source.open(0)):
+        if steps is not None and number >= steps:
+            return
+        yield batch

@@ -1,0 +1,322 @@
+"""Keras losses as (total, mass), and the objective that trains any Flax module on them.
+
+Entry points: `check_loss_names` at compile, `LossSet` when outputs are known, `KerasObjective`. Padded rows carry
+zero weight and do not enter a divisor, so a ragged batch has the loss that Keras gives without padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from dew.objectives.base import LossOutput, Ratio
+from dew_keras.calling import ModuleCall
+from dew_keras.metrics import CROSS_ENTROPY, MetricSet, MetricSum
+from dew_keras.names import UniqueNames, display_name, unknown_name
+from dew_keras.outputs import Output, align_targets, broadcast_rows, flatten_outputs, per_output, target_kind
+
+MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+class FunctionLoss(keras.losses.Loss):
+    """A loss function of (y_true, y_pred) with Keras' default reduction, as `compile` wraps it."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(name=name, reduction="sum_over_batch_size")
+        self.function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Compute the losses per row.
+
+        Args:
+            y_true: Targets.
+            y_pred: Predictions.
+        """
+        y_true, y_pred = same_rank(y_true, y_pred)
+        return self.function(y_true, y_pred)
+
+
+def loss_names() -> list[str]:
+    """List the words that `loss=` understands."""
+    public = [name for name in dir(keras.losses) if not name.startswith("_")]
+    functions = [name for name in public if name not in ("get", "serialize", "deserialize", "Loss")]
+    return [*functions, "mse", "mae", "mape", "msle", "kld", "bce", *CROSS_ENTROPY]
+
+
+def check_loss_names(loss: Any) -> None:
+    """Refuse unknown loss names and reductions before anything is built.
+
+    Args:
+        loss: What `compile` was given.
+
+    Raises:
+        ValueError: If a name means nothing, or a loss is not reduced to one number.
+    """
+    for item in jax.tree.leaves(loss, is_leaf=lambda node: not isinstance(node, list | tuple | dict)):
+        if isinstance(item, str):
+            _named_loss(item, "sparse")
+        elif not callable(item):
+            raise ValueError(f"Could not interpret loss identifier. Received: loss={item!r}")
+        elif isinstance(item, keras.losses.Loss) and item.reduction in (None, "none"):
+            raise ValueError(
+                f"A loss to train on must reduce to one number: use reduction='sum_over_batch_size', "
+                f"'mean_with_sample_weight' or 'sum'. Received: loss={item.name}, reduction={item.reduction!r}"
+            )
+
+
+def _named_loss(name: str, kind: str) -> Any:
+    wanted = name
+    if name.lower() in CROSS_ENTROPY:
+        wanted = ("sparse_categorical" if kind == "sparse" else kind) + "_crossentropy"
+    try:
+        return keras.losses.get(wanted)
+    except ValueError as error:
+        raise unknown_name("loss", name, loss_names()) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    loss: keras.losses.Loss
+    weight: float | None
+    output: int
+    key: str
+
+
+class LossSet:
+    """The losses of a compiled model, bound to its outputs.
+
+    Args:
+        loss: As `compile` takes it: one for all outputs, or one per output by position or name.
+        loss_weights: Factors of the losses, in the same form, or None.
+        outputs: Shapes of predictions and targets per output.
+
+    Raises:
+        ValueError: If the losses do not fit the outputs, or none is given.
+    """
+
+    def __init__(self, loss: Any, loss_weights: Any, outputs: Sequence[Output]) -> None:
+        losses = per_output(loss, outputs, "loss", default=None)
+        weights = per_output(loss_weights, outputs, "loss_weights", default=None)
+        names = UniqueNames()
+        self._terms: list[_Term] = []
+        for index, (item, weight) in enumerate(zip(losses, weights, strict=True)):
+            if item is None:
+                continue
+            bound, name = _bound(item, outputs[index])
+            if outputs[index].target is None:
+                raise ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
+            key = names.take(f"{outputs[index].name or name}_loss")
+            self._terms.append(_Term(bound, None if weight is None else float(weight), index, key))
+        if not self._terms:
+            raise ValueError("None of the model's outputs has a loss. Give compile(loss=...) one.")
+
+    def values(
+        self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any], rows: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Compute the loss of one batch; traced.
+
+        Args:
+            targets: One array per output, rows first.
+            predictions: One array per output, rows first.
+            weights: Sample weights per output, or None.
+            rows: float [B], 0 where a row is padding; None when no row is.
+
+        Returns:
+            The weighted sum of the losses, and each loss by log key when there are several.
+        """
+        total, parts = jnp.zeros((), jnp.float32), {}
+        for term in self._terms:
+            index = term.output
+            value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
+            parts[term.key] = value
+            total = total + (value if term.weight is None else value * term.weight)
+        return total, parts if len(parts) > 1 else {}
+
+
+def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
+    loss = _named_loss(item, target_kind(output)) if isinstance(item, str) else item
+    if isinstance(loss, type):
+        loss = loss()
+    name = item if isinstance(item, str) else display_name(loss)
+    return (loss, name) if isinstance(loss, keras.losses.Loss) else (FunctionLoss(loss, name), name)
+
+
+def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: Any) -> Any:
+    """Reduce a Keras loss over the rows that are no padding; traced.
+
+    Args:
+        loss: The loss object.
+        y: Targets, rows first.
+        y_pred: Predictions, rows first.
+        weight: Sample weights, or None.
+        rows: float [B], 0 where a row is padding; None when no row is.
+
+    Returns:
+        The scalar that Keras computes for the batch without its padding.
+
+    Raises:
+        ValueError: If the loss gives one number for all rows, which cannot leave padding out.
+    """
+    if rows is None:
+        return loss(y, y_pred, sample_weight=weight)
+    losses = loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
+    if losses.ndim == 0:
+        raise ValueError(
+            f"The loss {loss.name!r} gives one number for a whole batch, so padded rows cannot be left out of it. "
+            "Return one number per row, or use a batch_size that divides the data and the mesh."
+        )
+    mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
+    divisor = jnp.sum(mask) * (losses.size / losses.shape[0])
+    if weight is not None:
+        weight = jnp.asarray(weight, losses.dtype)
+        losses, weight = same_rank(losses, weight)
+        mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
+        if loss.reduction == "mean_with_sample_weight":
+            divisor = jnp.sum(weight * broadcast_rows(jnp.asarray(rows, losses.dtype), weight))
+        losses = losses * weight
+    total = jnp.sum(jnp.where(mask > 0, losses, 0.0))
+    if loss.reduction not in MEAN_REDUCTIONS:
+        return total
+    return jnp.where(divisor != 0, total / jnp.where(divisor != 0, divisor, 1.0), 0.0)
+
+
+def same_rank(first: Any, second: Any) -> tuple[Any, Any]:
+    """Squeeze or expand the last dimension where two ranks differ by one, as Keras does before comparing.
+
+    Args:
+        first: An array.
+        second: An array.
+    """
+    swapped = second.ndim > first.ndim
+    long, short = (second, first) if swapped else (first, second)
+    if long.ndim == short.ndim + 1 and long.shape[-1] == 1:
+        if short.ndim == 1:
+            short = short[..., None]
+        else:
+            long = long[..., 0]
+    return (short, long) if swapped else (long, short)
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasObjective:
+    """A Flax module under Keras losses and metrics.
+
+    Batches hold `x`, and `y`, `sample_weight`, `rows` (1 for a row, 0 for padding) where there are any.
+
+    Attributes:
+        call: How the module is called.
+        example: A batch of one row, for shapes.
+        losses: The losses, or None for an objective that only measures.
+        metrics: The metrics.
+        names: Names of the outputs.
+    """
+
+    call: ModuleCall
+    example: Mapping[str, Any]
+    losses: LossSet | None
+    metrics: MetricSet
+    names: tuple[str | None, ...]
+
+    @property
+    def module(self) -> Any:
+        """The Flax module under training."""
+        return self.call.module
+
+    def init(self, key: jax.Array) -> Mapping[str, Any]:
+        """Make fresh variables.
+
+        Args:
+            key: Random key.
+        """
+        return self.call.init(key, jax.tree.map(jnp.asarray, self.example["x"]))
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave the batch as it is.
+
+        Args:
+            batch: Host arrays, rows first.
+        """
+        return dict(batch)
+
+    def loss(self, variables: Any, batch: Mapping[str, Any], *, key: jax.Array, train: bool) -> LossOutput:
+        """Score one batch.
+
+        Args:
+            variables: The module's collections.
+            batch: What `prepare` returned.
+            key: Random key for dropout.
+            train: Whether this is a training step.
+
+        Returns:
+            The loss times the rows over the rows: Keras weighs batches by their rows within an epoch.
+        """
+        y_pred, changed, added = self.call.apply(variables, batch["x"], key=key, train=train)
+        _, predictions = flatten_outputs(y_pred)
+        targets = align_targets(batch.get("y"), self.names, "y")
+        weights = align_targets(batch.get("sample_weight"), self.names, "sample_weight")
+        rows = batch.get("rows")
+        size = jax.tree.leaves(batch["x"])[0].shape[0]
+        count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
+        value, parts = (jnp.zeros((), jnp.float32), {})
+        if self.losses is not None:
+            value, parts = self.losses.values(targets, predictions, weights, rows)
+        metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}
+        metrics.update(self.metrics.sums(targets, predictions, weights, rows))
+        return LossOutput(Ratio((value + added) * count, count), metrics, changed)
+
+    def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        """Turn pooled statistics into the numbers that logs show.
+
+        Args:
+            statistics: Host sums by name.
+
+        Returns:
+            Floats by log key, sorted by name.
+        """
+        values = {name: item.value() for name, item in statistics.items() if isinstance(item, Ratio)}
+        values.update(self.metrics.values({n: s for n, s in statistics.items() if isinstance(s, MetricSum)}))
+        return dict(sorted(values.items()))
+
+
+def bind_objective(
+    call: ModuleCall, example: Mapping[str, Any], *, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+) -> KerasObjective:
+    """Bind losses and metrics to a module once a batch shows the shapes.
+
+    Args:
+        call: How the module is called.
+        example: A host batch as `fit` makes it.
+        loss: As `compile` takes it, or None.
+        loss_weights: As `compile` takes it.
+        metrics: As `compile` takes it.
+        weighted_metrics: As `compile` takes it.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
+    """
+    example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
+    names, predictions = flatten_outputs(call.output_shapes(example["x"]))
+    targets = align_targets(example.get("y"), names, "y")
+    outputs = [
+        Output(name, tuple(prediction.shape), None if target is None else tuple(np.shape(target)))
+        for name, prediction, target in zip(names, predictions, targets, strict=True)
+    ]
+    if example.get("y") is None:
+        metrics = weighted_metrics = None
+    losses = None if loss is None else LossSet(loss, loss_weights, outputs)
+    return KerasObjective(
+        call=call,
+        example=example,
+        losses=losses,
+        metrics=MetricSet(metrics, weighted_metrics, outputs),
+        names=tuple(names),
+    )

@@ -1,0 +1,232 @@
+"""Keras metrics as sums: each batch gives what it adds to a metric's state, and the host adds.
+
+Entry points: `check_metric_names` at compile, `MetricSet` when outputs are known. Additive states make a metric
+exact over devices, padded rows and the epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from flax import struct
+
+from dew.objectives.base import Ratio
+from dew_keras.names import UniqueNames, display_name, unknown_name
+from dew_keras.outputs import Output, broadcast_rows, per_output, target_kind
+
+ACCURACY = ("accuracy", "acc")
+CROSS_ENTROPY = ("crossentropy", "ce")
+# Compile-time words that Keras resolves by the outputs' shapes, and the class for each kind of target.
+ACCURACY_CLASSES = {
+    "binary": keras.metrics.BinaryAccuracy,
+    "sparse": keras.metrics.SparseCategoricalAccuracy,
+    "categorical": keras.metrics.CategoricalAccuracy,
+}
+
+
+@struct.dataclass
+class MetricSum:
+    """What batches add to one metric's state.
+
+    Attributes:
+        values: One array per variable of the metric.
+    """
+
+    values: tuple[Any, ...]
+
+    def __add__(self, other: MetricSum) -> MetricSum:
+        """Pool two sums."""
+        return MetricSum(tuple(a + b for a, b in zip(self.values, other.values, strict=True)))
+
+
+def metric_names() -> list[str]:
+    """List the words that `metrics=` understands."""
+    public = [name for name in dir(keras.metrics) if not name.startswith("_")]
+    functions = [name for name in public if name not in ("get", "serialize", "deserialize")]
+    short = ["mse", "mae", "mape", "msle", "cosine_similarity", "log_cosh", "kld", "bce"]
+    return [*functions, *short, *ACCURACY, *CROSS_ENTROPY]
+
+
+def check_metric_names(metrics: Any, argument: str) -> None:
+    """Refuse unknown metric names before anything is built.
+
+    Args:
+        metrics: What `compile` was given.
+        argument: The argument's name, for the error.
+
+    Raises:
+        ValueError: If a name means nothing, or the argument is neither list, tuple nor dict.
+    """
+    if metrics is None:
+        return
+    if not isinstance(metrics, list | tuple | dict):
+        raise ValueError(
+            f"Expected `{argument}` argument to be a list, tuple, or dict. "
+            f"Received instead: {argument}={metrics} of type {type(metrics)}"
+        )
+    for item in jax.tree.leaves(metrics, is_leaf=lambda node: not isinstance(node, list | tuple | dict)):
+        if isinstance(item, str):
+            _named_metric(item, "sparse")
+        elif not callable(item):
+            raise ValueError(f"Could not interpret metric identifier. Received: {argument}={item!r}")
+
+
+def _named_metric(name: str, kind: str) -> Any:
+    if name.lower() in ACCURACY:
+        return ACCURACY_CLASSES[kind](name=name)
+    if name.lower() in CROSS_ENTROPY:
+        kind = "sparse_categorical" if kind == "sparse" else kind
+        name = f"{kind}_crossentropy"
+    try:
+        return keras.metrics.get(name)
+    except ValueError as error:
+        raise unknown_name("metric", name, metric_names()) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracked:
+    key: str
+    metric: Any
+    output: int
+    is_weighted: bool
+
+
+class MetricSet:
+    """The metrics of a compiled model, bound to its outputs.
+
+    Args:
+        metrics: Metrics that ignore sample weights, as `compile` takes them.
+        weighted_metrics: Metrics that use them.
+        outputs: Shapes of predictions and targets per output.
+    """
+
+    def __init__(self, metrics: Any, weighted_metrics: Any, outputs: Sequence[Output]) -> None:
+        names = UniqueNames()
+        self._tracked: list[_Tracked] = []
+        for given, is_weighted in ((metrics, False), (weighted_metrics, True)):
+            argument = "weighted_metrics" if is_weighted else "metrics"
+            for index, items in enumerate(_per_output_lists(given, outputs, argument)):
+                for item in items:
+                    metric, name = _bound(item, outputs[index])
+                    prefix = f"{outputs[index].name}_" if len(outputs) > 1 and outputs[index].name else ""
+                    again = f"{prefix}weighted_{name}" if is_weighted else None
+                    key = names.take(prefix + name, again=again)
+                    self._tracked.append(_Tracked(key, metric, index, is_weighted))
+        for tracked in self._tracked:
+            _build_state(tracked.metric, outputs[tracked.output])
+        self._zero = {t.key: [np.asarray(v) for v in t.metric.stateless_reset_state()] for t in self._tracked}
+        self._results: dict[str, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Log keys in order."""
+        return [tracked.key for tracked in self._tracked]
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The Keras metric objects in order."""
+        return [tracked.metric for tracked in self._tracked]
+
+    def sums(
+        self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any], rows: Any
+    ) -> dict[str, Ratio | MetricSum]:
+        """Compute what one batch adds to every metric; traced.
+
+        Args:
+            targets: One array per output, rows first.
+            predictions: One array per output, rows first.
+            weights: Sample weights per output, or None.
+            rows: float [B], 0 where a row is padding; None when no row is.
+
+        Returns:
+            Sums by log key; a metric that is a plain mean gives its total and count as a ratio.
+        """
+        found: dict[str, Ratio | MetricSum] = {}
+        for tracked in self._tracked:
+            y, y_pred = targets[tracked.output], predictions[tracked.output]
+            weight = weights[tracked.output] if tracked.is_weighted else None
+            if rows is not None:
+                weight = rows if weight is None else weight * broadcast_rows(rows, weight)
+            start = tracked.metric.stateless_reset_state()
+            if weight is None:
+                state = tracked.metric.stateless_update_state(start, y, y_pred)
+            else:
+                state = tracked.metric.stateless_update_state(start, y, y_pred, sample_weight=weight)
+            added = [new - old for new, old in zip(state, start, strict=True)]
+            found[tracked.key] = Ratio(*added) if _is_mean(tracked.metric) else MetricSum(tuple(added))
+        return found
+
+    def values(self, sums: Mapping[str, MetricSum]) -> dict[str, float]:
+        """Turn pooled sums into the numbers Keras would show.
+
+        Args:
+            sums: Host sums by log key, for the metrics that are no plain means.
+
+        Returns:
+            Floats by log key; a metric whose result is a dict gives each entry its own key.
+        """
+        found: dict[str, float] = {}
+        for tracked in self._tracked:
+            if tracked.key not in sums:
+                continue
+            value = self._result(tracked, sums[tracked.key])
+            if isinstance(value, Mapping):
+                found.update({name: _number(item) for name, item in value.items()})
+            else:
+                found[tracked.key] = _number(value)
+        return found
+
+    def _result(self, tracked: _Tracked, sums: MetricSum) -> Any:
+        metric = tracked.metric
+        state = [
+            np.asarray(start + value).astype(start.dtype)
+            for start, value in zip(self._zero[tracked.key], sums.values, strict=True)
+        ]
+        if tracked.key not in self._results:
+            self._results[tracked.key] = jax.jit(metric.stateless_result)
+        return jax.device_get(self._results[tracked.key](state))
+
+
+def _build_state(metric: Any, output: Output) -> None:
+    """Create the variables of a metric that makes them from the first batch it sees, such as F1Score."""
+    if metric.variables and getattr(metric, "_built", True):
+        return
+    metric.update_state(np.zeros(output.target or output.prediction, "float32"), np.zeros(output.prediction, "float32"))
+    metric.reset_state()
+
+
+def _is_mean(metric: Any) -> bool:
+    """Say whether a metric's result is its first variable over its second."""
+    return type(metric).result is keras.metrics.Mean.result and len(metric.variables) == 2
+
+
+def _number(value: Any) -> Any:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array
+
+
+def _per_output_lists(given: Any, outputs: Sequence[Output], argument: str) -> list[list[Any]]:
+    if not given:
+        return [[] for _ in outputs]
+    if len(outputs) == 1:
+        items = list(given.values()) if isinstance(given, Mapping) else list(given)
+        return [[leaf for item in items for leaf in (item if isinstance(item, list | tuple) else [item])]]
+    found = per_output(given, outputs, argument, default=None)
+    return [[] if item is None else list(item) if isinstance(item, list | tuple) else [item] for item in found]
+
+
+def _bound(item: Any, output: Output) -> tuple[Any, str]:
+    if item is None:
+        raise ValueError("Expected metric, received `None`")
+    metric = _named_metric(item, target_kind(output)) if isinstance(item, str) else keras.metrics.get(item)
+    name = item if isinstance(item, str) else display_name(metric)
+    if isinstance(metric, type):
+        metric = metric()
+    if not isinstance(metric, keras.metrics.Metric):
+        metric = keras.metrics.MeanMetricWrapper(metric, name=name)
+    return metric, name

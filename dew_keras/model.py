@@ -1,0 +1,559 @@
+"""`Model`: Keras' verbs for any Flax module, and for language models text in and text out.
+
+Entry points: `Model(module)`, `Model.from_preset(source)`. The verbs are thin; `engine.py` knows where weights are,
+`loop.py` runs passes over data.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dew.data.text import Tokenizer
+from dew.placement.layout import Layout
+from dew.placement.processes import is_primary
+from dew.tree import named_leaves, nested
+from dew_keras.arrays import host_tree
+from dew_keras.callbacks import Hooks
+from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
+from dew_keras.engine import Engine
+from dew_keras.feeding import Feeder
+from dew_keras.generation import run_generate
+from dew_keras.inputs import SlicedSource, keras_source
+from dew_keras.loop import Validation, run_evaluate, run_fit, run_predict
+from dew_keras.presets import read_preset
+from dew_keras.saving import load_weights, save_model, save_weights
+from dew_keras.summary import summary_text
+
+
+class Model:
+    """A Flax module with Keras' verbs, on any mesh.
+
+    Args:
+        module: Any Flax Linen module.
+        tokenizer: For language models that take and give text.
+        variables: Weights to start from, in the module's structure; None draws them.
+        seed: Seed of initial weights, dropout, shuffling and sampling.
+        name: What `summary` calls the model.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        variables: Any = None,
+        seed: int = 0,
+        name: str | None = None,
+        _preset: Any = None,
+    ) -> None:
+        if not hasattr(module, "apply") or not hasattr(module, "init"):
+            raise TypeError(
+                f"Model needs a Flax Linen module, or use Model.from_preset(source). Received: module={module!r}"
+            )
+        self._engine = Engine(module, preset=_preset, variables=variables, seed=seed)
+        self.tokenizer = tokenizer
+        self.name = name or type(module).__name__
+        self.history: Any = None
+        self.stop_training = self.stop_evaluating = self.stop_predicting = False
+        self._initial_epoch: int | None = None
+        self._updates = 0
+        self._generate_calls = 0
+
+    @classmethod
+    def from_preset(
+        cls, preset: Any, load_weights: bool = True, *, revision: str | None = None, seed: int = 0
+    ) -> Model:
+        """Describe a checkpoint as a model; its weights are read when a mesh is known.
+
+        Args:
+            preset: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[@revision]`.
+            load_weights: Whether to take the weights; otherwise the model starts from random ones.
+            revision: Branch, tag or commit of a repository.
+            seed: As `Model`.
+
+        Raises:
+            FileNotFoundError: If there is no such source.
+            ValueError: If its config is not understood.
+        """
+        read = read_preset(preset, load_weights=load_weights, revision=revision)
+        name = str(read.described.config.get("model_type", "")) or None
+        return cls(read.described.module, read.described.tokenizer, seed=seed, name=name, _preset=read)
+
+    # What the model holds ------------------------------------------------------------------------
+
+    @property
+    def module(self) -> Any:
+        """The Flax module as it is compiled."""
+        return self._engine.module
+
+    @property
+    def variables(self) -> Any:
+        """The weights on the mesh, a tree of collections; None before they are read or initialised."""
+        return self._engine.variables
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh."""
+        return self._engine.mesh
+
+    @property
+    def layout(self) -> Layout:
+        """The rules of placement."""
+        return self._engine.layout
+
+    @property
+    def trainer(self) -> Any:
+        """The engine's trainer; for a plain module after the first batch showed the shapes."""
+        self._check_compiled("trainer")
+        return self._engine.trainer(None)
+
+    @property
+    def objective(self) -> Any:
+        """What is trained; for a plain module after the first batch showed the shapes."""
+        self._check_compiled("objective")
+        return self._engine.objective(None)
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer, or a handle with `learning_rate` and `iterations` for an optax transformation."""
+        if self._engine.compiled is None:
+            return None
+        self._engine.compiled.optimizer.count_updates(self._updates)
+        return self._engine.compiled.optimizer.public
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._engine.compiled is not None
+
+    @property
+    def built(self) -> bool:
+        """Whether the weights are on devices."""
+        return self._engine.is_built
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """Log keys, the loss first; complete once a batch showed the outputs."""
+        compiled = self._check_compiled("metrics_names")
+        if compiled.language_metrics:
+            return ["loss", *compiled.language_metrics]
+        known = getattr(self._engine._objective, "metrics", None)
+        return ["loss", *(known.names if known is not None else [])]
+
+    def count_batches(self, updates: int) -> None:
+        """Note how many updates have been started, for `optimizer.iterations`.
+
+        Args:
+            updates: The number.
+        """
+        self._updates = updates
+
+    # Verbs ---------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        optimizer: Any = "auto",
+        loss: Any = "auto",
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = "auto",
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: Any = "auto",
+        auto_scale_loss: bool = True,
+        *,
+        mesh: Any = None,
+        layout: Layout | None = None,
+        remat: Any = None,
+        accumulation: int = 1,
+        sampler: Any = "auto",
+        dtype: Any = "auto",
+        sequence_length: int | None = None,
+        packing: bool = False,
+    ) -> None:
+        """Choose optimizer, loss and metrics as in Keras, and where the model lives.
+
+        Weights of a preset are read here, straight onto the mesh; a model that has weights moves them. The same
+        optimizer object keeps its state.
+
+        Args:
+            optimizer: A Keras name or object, any optax transformation, or "auto": AdamW at 2e-5 for pretrained
+                language models, AdamW for language models from scratch, rmsprop for other modules.
+            loss: A Keras name, object or function, one per output as list or dict, or "auto": the token cross
+                entropy of a language model, none for other modules.
+            loss_weights: Factors of several losses.
+            metrics: Metrics that ignore sample weights.
+            weighted_metrics: Metrics that use sample weights; "auto" is perplexity and token accuracy for the token
+                cross entropy, none otherwise.
+            run_eagerly: Must be False.
+            steps_per_execution: Must be 1.
+            jit_compile: "auto" or True.
+            auto_scale_loss: Accepted; no precision policy here scales the loss.
+            mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
+            layout: Rules of placement; None takes the defaults.
+            remat: What the backward pass recomputes: None or "full".
+            accumulation: Batches per update.
+            sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
+                "auto" for what the checkpoint says, greedy when it says nothing.
+            dtype: "auto" for the checkpoint's dtype with float32 masters, or a Keras policy name.
+            sequence_length: Positions of rows made from texts; None takes the longest text.
+            packing: Whether texts share rows.
+
+        Raises:
+            ValueError: If a name means nothing, an option is not available, or the mesh does not fit the devices.
+            LayoutRefused: If the layout leaves too much whole on the mesh.
+        """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        engine = self._engine
+        precision = resolve_policy(dtype)
+        compiled = resolve_compile(
+            arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
+        )
+        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
+        if engine.state is None:
+            self._updates = 0
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[Any, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """Train, with Keras' arguments, hook order, logs and text.
+
+        Args:
+            x: Arrays, a PyDataset, a generator or an iterable of batches; for language models texts,
+                `{"prompts": [...], "responses": [...]}`, chats, token rows, or an iterable of batches of these.
+            y: Targets, with arrays.
+            batch_size: Rows of a batch over all devices; None is 32.
+            epochs: Number of the last epoch.
+            verbose: 0 silent, 1 or "auto" a bar, 2 a line per epoch.
+            callbacks: Keras callbacks.
+            validation_split: Part of the rows, cut off the end, to validate on.
+            validation_data: Data to validate on: (x, y), (x, y, sample_weight), or what x may be.
+            shuffle: Whether arrays are shuffled every epoch, by (seed, epoch).
+            class_weight: Weight by class.
+            sample_weight: Weights, with arrays.
+            initial_epoch: Epoch to begin with.
+            steps_per_epoch: Batches per epoch; the data goes on where the last epoch stopped.
+            validation_steps: Batches of a validation pass.
+            validation_batch_size: Rows of a validation batch; None is batch_size.
+            validation_freq: Validate every so many epochs, or after the listed epochs, counted from 1.
+
+        Returns:
+            The History.
+
+        Raises:
+            ValueError: If the model is not compiled, has no loss, or the data does not fit.
+        """
+        _check_frequency(validation_freq)
+        feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("fit"))
+        source, held_out, notes = feeder.training(
+            x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=validation_split
+        )
+        if validation_data is not None:
+            held_out = validation_data
+        rows = validation_batch_size or batch_size
+        validation = None
+        if held_out is not None:
+            held_out, more = feeder.held_out(held_out, rows, like=source, what="validation")
+            notes += more
+            validation = Validation(source=held_out, steps=validation_steps, frequency=validation_freq)
+        if steps_per_epoch is not None:
+            source = SlicedSource(source, steps_per_epoch)
+        if verbose and is_primary():
+            for note in notes:
+                print(note)
+        hooks = Hooks(callbacks, model=self, verbose=verbose, epochs=epochs, steps=source.steps, with_history=True)
+        with self._engine.fitting(source.example()) as run:
+            try:
+                run_fit(
+                    run,
+                    self,
+                    source,
+                    hooks,
+                    epochs=epochs,
+                    initial_epoch=initial_epoch,
+                    validation=validation,
+                )
+            finally:
+                self._initial_epoch = None
+        return hooks.history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Score data without training.
+
+        Args:
+            x: As `fit`.
+            y: Targets, with arrays.
+            batch_size: Rows of a batch; None is 32.
+            verbose: As `fit`.
+            sample_weight: Weights, with arrays.
+            steps: Batches to score; None for all.
+            callbacks: Keras callbacks.
+            return_dict: Whether to return the logs by name.
+
+        Returns:
+            The loss, or a list of the loss and the metrics, or a dict.
+
+        Raises:
+            ValueError: If the model is not compiled, has no loss, or the data does not fit.
+        """
+        feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("evaluate"))
+        data = x if y is None and sample_weight is None else (x, y, sample_weight)
+        source, _ = feeder.held_out(data, batch_size, what="evaluation")
+        hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
+        engine, example = self._engine, source.example()
+        trainer = engine.trainer(example)
+        engine.load(example)
+        logs = run_evaluate(
+            lambda batch: trainer.score(engine.variables, batch), engine.report, self, source, hooks, steps=steps
+        )
+        if return_dict:
+            return logs
+        ordered = [logs[name] for name in self._ordered(logs)]
+        return ordered[0] if len(ordered) == 1 else ordered
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Compute the module's outputs for every row, in order.
+
+        Args:
+            x: Arrays, a PyDataset, a generator or an iterable; token ids for a language model.
+            batch_size: Rows of a batch; None is 32.
+            verbose: As `fit`.
+            steps: Batches to compute; None for all.
+            callbacks: Keras callbacks.
+
+        Returns:
+            Host arrays in the structure of the outputs, with exactly the rows given.
+
+        Raises:
+            ValueError: If the data does not fit.
+        """
+        source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
+        hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
+        self._engine.load(source.example())
+        return run_predict(self._engine.predict, self, source, hooks, steps=steps)
+
+    def generate(
+        self,
+        inputs: Any,
+        max_length: int | None = None,
+        stop_token_ids: Any = "auto",
+        strip_prompt: bool = False,
+        *,
+        max_new_tokens: int | None = None,
+        sampler: Any = None,
+        seed: int | None = None,
+    ) -> Any:
+        """Continue prompts; works before `compile` too, on the default mesh.
+
+        Args:
+            inputs: A string, a chat (a list of role/content messages), a list of token ids, or a list of these.
+            max_length: Most tokens of prompt and answer together.
+            stop_token_ids: A row ends with the first of these; "auto" is what the checkpoint says, `[]` never stops.
+            strip_prompt: Whether to leave the prompt out of the result.
+            max_new_tokens: Most tokens of the answer. With neither limit: the checkpoint's, else 1,024 in all.
+            sampler: How to draw; None takes what `compile` was given.
+            seed: Makes the draw repeatable; None draws differently at every call.
+
+        Returns:
+            The same kind as `inputs`: a string for a string, ids for ids; for a chat the reply's text.
+
+        Raises:
+            ValueError: If the model is no language model, a prompt does not fit the context, or limits contradict.
+            TypeError: If the input is none of these.
+        """
+        if seed is None:
+            self._generate_calls += 1
+        return run_generate(
+            self._engine,
+            self.tokenizer,
+            inputs,
+            max_length=max_length,
+            stop_token_ids=stop_token_ids,
+            strip_prompt=strip_prompt,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            seed=seed,
+            call=self._generate_calls,
+        )
+
+    def build(self, example: Any) -> None:
+        """Make the weights of a module whose shapes follow from its input.
+
+        Args:
+            example: Inputs of at least one row.
+        """
+        self._engine.load({"x": host_tree(example)})
+
+    def summary(
+        self,
+        line_length: int | None = None,
+        positions: Any = None,
+        print_fn: Callable[[str], Any] | None = None,
+        expand_nested: bool = False,
+        show_trainable: bool = False,
+        layer_range: Any = None,
+    ) -> None:
+        """Print what the model is, what each mesh axis splits, what stays whole and why, and the bytes per device.
+
+        Args:
+            line_length: Accepted as in Keras; lines are as long as they need to be.
+            positions: Accepted as in Keras.
+            print_fn: Takes the text; None prints in the first process.
+            expand_nested: Whether to list every weight.
+            show_trainable: Accepted as in Keras; the counts say it.
+            layer_range: Must be None.
+        """
+        if layer_range is not None:
+            raise ValueError(f"layer_range is not available. Received: layer_range={layer_range!r}")
+        text = summary_text(self._engine, self.name, with_leaves=expand_nested)
+        if print_fn is not None:
+            print_fn(text)
+        elif is_primary():
+            print(text)
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Copy every variable to the host, one array per layer and weight, sorted by path."""
+        variables = self._engine.variables
+        if variables is None:
+            variables = self._engine.load(None)
+        return [np.asarray(leaf) for leaf in named_leaves(self._engine.view.unstack(variables)).values()]
+
+    def set_weights(self, weights: Any) -> None:
+        """Assign what `get_weights` returned; takes effect on the next step, also from a hook.
+
+        Args:
+            weights: Arrays in the order of `get_weights`.
+
+        Raises:
+            ValueError: If their number or a shape differs.
+        """
+        engine = self._engine
+        current = named_leaves(engine.view.unstack(engine.load(None)))
+        if len(weights) != len(current):
+            raise ValueError(f"set_weights needs {len(current)} arrays. Received: {len(weights)} arrays")
+        named = {}
+        for value, (path, leaf) in zip(weights, current.items(), strict=True):
+            if np.shape(value) != leaf.shape:
+                raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={np.shape(value)}")
+            named[path] = np.asarray(value)
+        engine.assign(engine.view.stack(nested(named)))
+
+    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None) -> None:
+        """Write a language model as a Hugging Face checkpoint directory, whole or not at all.
+
+        Args:
+            filepath: The directory.
+            overwrite: Whether an earlier checkpoint there may be replaced.
+            zipped: Must be None.
+
+        Raises:
+            ValueError: If the path names a file, or the module has no such format.
+            FileExistsError: If something else is there.
+        """
+        if zipped is not None:
+            raise ValueError(f"zipped is not available: save() writes a directory. Received: zipped={zipped!r}")
+        engine = self._engine
+        save_model(
+            filepath,
+            module=self.module,
+            variables=engine.load(None) if engine.is_language_model else engine.variables,
+            config=None if engine.preset is None else engine.preset.described.config,
+            tokenizer=self.tokenizer,
+            generation_config={} if engine.preset is None else engine.preset.described.generation_config,
+            is_language_model=engine.is_language_model,
+            overwrite=overwrite,
+        )
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, max_shard_size: Any = None) -> None:
+        """Write the weights into one `.weights.h5` file.
+
+        Args:
+            filepath: A path that ends in `.weights.h5`.
+            overwrite: Whether an earlier file may be replaced.
+            max_shard_size: Must be None.
+
+        Raises:
+            ValueError: If the path has another ending.
+        """
+        if max_shard_size is not None:
+            raise ValueError(f"max_shard_size is not available. Received: max_shard_size={max_shard_size}")
+        save_weights(filepath, self._engine.load(None), self._engine.view, overwrite=overwrite)
+
+    def load_weights(self, filepath: Any, skip_mismatch: bool = False) -> None:
+        """Read what `save_weights` wrote.
+
+        Args:
+            filepath: A path that ends in `.weights.h5`.
+            skip_mismatch: Leave out variables whose shape differs or that one side lacks.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If names or shapes differ.
+        """
+        engine = self._engine
+        engine.assign(load_weights(filepath, engine.load(None), engine.view, skip_mismatch=skip_mismatch))
+
+    def close(self) -> None:
+        """Free the device memory of the weights and the optimizer; the model cannot be used after."""
+        for leaf in jax.tree.leaves((self._engine._variables, self._engine.state)):
+            leaf.delete()
+        self._engine._variables = self._engine.state = None
+        gc.collect()
+
+    def _check_compiled(self, verb: str) -> Compiled:
+        if self._engine.compiled is None:
+            raise ValueError(f"You must call `compile()` before calling `{verb}()`.")
+        return self._engine.compiled
+
+    def _ordered(self, logs: Mapping[str, Any]) -> list[str]:
+        """Order log keys as Keras lists them: the loss, losses of outputs, metrics as given."""
+        metrics = [name for name in self.metrics_names if name in logs and name != "loss"]
+        rest = [name for name in logs if name != "loss" and name not in metrics]
+        return ["loss", *rest, *metrics]
+
+
+def _check_frequency(frequency: Any) -> None:
+    is_number = isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1
+    if not is_number and not isinstance(frequency, list | set):
+        raise ValueError(
+            "`validation_freq` must be a positive integer or a list of epochs, counted from 1. "
+            f"Received: validation_freq={frequency!r}"
+        )

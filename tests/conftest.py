@@ -1,0 +1,60 @@
+"""Eight simulated CPU devices for every test, compiled programs kept between runs, skips that say why.
+
+The variables are set before anything imports JAX.
+"""
+
+import importlib.util
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag),
+        "--xla_force_host_platform_device_count=8",
+    ]
+)
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+# Small programs are most of a test run: keep all that took any time to compile.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# The tests must not depend on a connection: what a test needs is made by a tool and kept in tests/fixtures.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest  # noqa: E402
+
+REFERENCE_LIBRARIES = ("torch", "transformers")
+
+
+def missing_libraries() -> list[str]:
+    """List the reference libraries that are not installed."""
+    return [name for name in REFERENCE_LIBRARIES if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(scope="session")
+def published_hub(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A Hub cache in which the published model's name stands for a tiny random checkpoint."""
+    from tests.published import publish
+
+    hub = tmp_path_factory.mktemp("hub")
+    publish(hub)
+    return hub
+
+
+@pytest.fixture
+def published_models(published_hub: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `hf://` names resolve in that cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(published_hub))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the live comparisons where a library they compare with is not installed."""
+    missing = missing_libraries()
+    if not missing:
+        return
+    skip = pytest.mark.skip(reason=f"not installed: {', '.join(missing)} (`make reference`)")
+    for item in items:
+        if item.get_closest_marker("reference"):
+            item.add_marker(skip)
