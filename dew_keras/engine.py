@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel
-from dew.placement.layout import Layout
+from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
@@ -125,6 +125,7 @@ class Engine:
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, precision[0])
         new_mesh = as_mesh(mesh)
+        refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
         fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed)
         fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
@@ -144,7 +145,7 @@ class Engine:
         if moves:
             self._move()
         if isinstance(compiled.optimizer.public, OptaxHandle):
-            compiled.optimizer.public.current_state = lambda: None if self.state is None else self.state.opt_state
+            compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
         if self.is_pretrained and not self.is_built:
             self.load(None)
 
@@ -197,6 +198,17 @@ class Engine:
             )
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
         return lambda key: self.call.init(key, x)
+
+    def keeps_statistics(self, example: Mapping[str, Any]) -> bool:
+        """Say whether the module has collections beside its parameters, such as batch statistics.
+
+        Args:
+            example: A batch, for modules whose shapes depend on it.
+        """
+        if self.is_language_model:
+            return False
+        variables = self.abstract_variables(example) if self.variables is None else self.variables
+        return any(name != "params" for name in variables)
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.

@@ -62,7 +62,14 @@ class RowSharing:
 
 
 class Source(Protocol):
-    """Batches, pass after pass."""
+    """Batches, pass after pass.
+
+    Attributes:
+        repeats_rows: Whether short batches are filled by repeating all rows equally often, for modules that keep
+            batch statistics, instead of by copies of one row.
+    """
+
+    repeats_rows: bool
 
     @property
     def steps(self) -> int | None:
@@ -110,6 +117,24 @@ def fill_rows(data: dict[str, Any], rows: int, size: int, *, always_mask: bool) 
     return data
 
 
+def repeat_rows(data: dict[str, Any], rows: int, sharing: RowSharing) -> dict[str, Any]:
+    """Fill a batch up by repeating all of its rows equally often, so that its batch statistics stay what they are.
+
+    Args:
+        data: Arrays with `rows` rows first.
+        rows: Rows there are.
+        sharing: How rows meet the mesh.
+
+    Returns:
+        The batch, with `rows` set to 0 on the repeats.
+    """
+    unit = sharing.round_up(1)
+    times = unit // math.gcd(rows, unit)
+    index = np.tile(np.arange(rows), times)
+    data = jax.tree.map(lambda leaf: leaf[index], data)
+    return {**data, "rows": (np.arange(len(index)) < rows).astype(np.float32)}
+
+
 class ArraySource:
     """Arrays in memory, by name, rows first.
 
@@ -132,6 +157,7 @@ class ArraySource:
         self.rows = count_rows(self.arrays)
         self.batch_size = int(batch_size)
         self._sharing, self._seed = sharing, seed
+        self.repeats_rows = False
         self._size = sharing.round_up(min(self.batch_size, self.rows))
         full = self.rows % self.batch_size == 0 or self.rows < self.batch_size
         self._mask = not full or min(self.batch_size, self.rows) != self._size
@@ -161,7 +187,10 @@ class ArraySource:
             stop = min(start + self.batch_size, self.rows)
             index: Any = slice(start, stop) if order is None else order[start:stop]
             data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
-            data = fill_rows(data, stop - start, self._size, always_mask=self._mask)
+            if self._mask and self.repeats_rows:
+                data = repeat_rows(data, stop - start, self._sharing)
+            else:
+                data = fill_rows(data, stop - start, self._size, always_mask=self._mask)
             yield Batch(self._sharing.share(data), stop - start)
 
 
@@ -189,6 +218,7 @@ class IterableSource:
         self.steps = steps
         self._when_spent = when_spent
         self._largest = 0
+        self.repeats_rows = False
         self._begun: tuple[Batch, Iterator[Batch]] | None = None
 
     def example(self) -> dict[str, Any]:
@@ -221,7 +251,10 @@ class IterableSource:
             data = self._convert(item)
             rows = count_rows(data)
             self._largest = max(self._largest, self._sharing.round_up(rows))
-            data = fill_rows(data, rows, self._largest, always_mask=False)
+            if rows < self._largest and self.repeats_rows:
+                data = repeat_rows(data, rows, self._sharing)
+            else:
+                data = fill_rows(data, rows, self._largest, always_mask=False)
             yield Batch(self._sharing.share(data), rows)
         if not found:
             raise ValueError(self._when_spent)
@@ -239,6 +272,7 @@ class SlicedSource:
         if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
             raise ValueError(f"steps_per_epoch must be a positive integer. Received: steps_per_epoch={steps!r}")
         self.steps = int(steps)
+        self.repeats_rows = source.repeats_rows
         self._source = source
         self._stream = self._endless()
 

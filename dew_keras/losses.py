@@ -59,6 +59,8 @@ def check_loss_names(loss: Any) -> None:
         ValueError: If a name means nothing, or a loss is not reduced to one number.
     """
     for item in jax.tree.leaves(loss, is_leaf=lambda node: not isinstance(node, list | tuple | dict)):
+        if item is None:
+            continue
         if isinstance(item, str):
             _named_loss(item, "sparse")
         elif not callable(item):
@@ -263,7 +265,8 @@ class KerasObjective:
         rows = batch.get("rows")
         size = jax.tree.leaves(batch["x"])[0].shape[0]
         count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
-        value, parts = (jnp.zeros((), jnp.float32), {})
+        value: Any = jnp.zeros((), jnp.float32)
+        parts: dict[str, Any] = {}
         if self.losses is not None:
             value, parts = self.losses.values(targets, predictions, weights, rows)
         metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}

@@ -277,6 +277,7 @@ class Model:
             held_out, more = feeder.held_out(held_out, rows, like=source, what="validation")
             notes += more
             validation = Validation(source=held_out, steps=validation_steps, frequency=validation_freq)
+        source.repeats_rows = self._engine.keeps_statistics(source.example())
         if steps_per_epoch is not None:
             source = SlicedSource(source, steps_per_epoch)
         if verbose and is_primary():

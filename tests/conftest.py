@@ -6,6 +6,7 @@ The variables are set before anything imports JAX.
 import importlib.util
 import os
 import pathlib
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -47,6 +48,20 @@ def published_hub(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def published_models(published_hub: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `hf://` names resolve in that cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(published_hub))
+
+
+@pytest.fixture(scope="session")
+def smollm2_file() -> pathlib.Path:
+    """The GGUF file of SmolLM2-135M-Instruct, fetched once; skips where it cannot be."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from download_smollm2 import download_smollm2
+
+        return download_smollm2()
+    except RuntimeError as error:
+        pytest.skip(f"no SmolLM2 weights: {str(error).splitlines()[0]}")
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -126,7 +126,12 @@ def train_step(
     """
 
     def start(weights: Weights) -> Any:
-        return weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.int32)
+        return (
+            weights,
+            jax.tree.map(jnp.zeros_like, weights),
+            jax.tree.map(jnp.zeros_like, weights),
+            jnp.zeros((), jnp.int32),
+        )
 
     def step(state: Any, tokens: jax.Array) -> Any:
         weights, first, second, count = state
@@ -159,7 +164,9 @@ def generate_function(shape: Shape, new_tokens: int) -> Callable[[Weights, jax.A
         x = weights["table"][tokens]
         if stacked:
             x, cache = jax.lax.scan(
-                lambda x, layer: block(shape, x, layer[0], positions, visible, layer[1], at), x, (weights["layers"], cache)
+                lambda x, layer: block(shape, x, layer[0], positions, visible, layer[1], at),
+                x,
+                (weights["layers"], cache),
             )
         else:
             windows = []

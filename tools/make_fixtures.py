@@ -1,7 +1,7 @@
 """Make the small reference checkpoints that the parity tests load: `python tools/make_fixtures.py [directory]`.
 
-Needs transformers and torch. Each fixture is a directory with config.json, model.safetensors and reference.npz: tokens, the
-reference's float32 logits, and the attention entropies that show the weights are peaked. `versions.json` says what made them.
+Needs transformers and torch. A fixture is a directory with config.json, model.safetensors and reference.npz: tokens, the
+reference's float32 logits, and the attention entropy that shows the weights are peaked. `versions.json` says what made it.
 """
 
 import json
@@ -115,8 +115,8 @@ def make(directory, kind, config):
         directory / "reference.npz", tokens=tokens.numpy(), logits=out.logits.numpy(), entropy=np.float32(ratio)
     )
     print(
-        f"{directory.name}: seed {seed}, entropy {ratio:.2f} of uniform, logits up to {scale:.2f}, float32 rounding of the "
-        f"reference {rounding:.1e} of that"
+        f"{directory.name}: seed {seed}, entropy {ratio:.2f} of uniform, logits up to {scale:.2f}, float32 rounding of "
+        f"the reference {rounding:.1e} of that"
     )
 
 

@@ -105,14 +105,15 @@ def compare(stored: Manifest, template: Any, stacks: StackView) -> None:
             "Build the same model and optimizer, or use another directory."
         )
     changed = [
-        f"{path}: saved {stored.leaves[path]}, wanted {leaf}" for path, leaf in wanted.items() if stored.leaves[path] != leaf
+        f"{path}: saved {stored.leaves[path]}, wanted {leaf}"
+        for path, leaf in wanted.items()
+        if stored.leaves[path] != leaf
     ]
     if changed:
         raise ValueError(
             f"The checkpoint holds leaves of other shapes or dtypes: {'; '.join(changed[:5])}. "
             "Build the same model and optimizer, or use another directory."
         )
-
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:
@@ -125,4 +126,6 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
     Returns:
         ShapeDtypeStructs that carry their sharding.
     """
-    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, shardings)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, shardings
+    )

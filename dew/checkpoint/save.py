@@ -75,9 +75,7 @@ class Checkpoints:
             return
         arrays = nested(named_leaves(tree))
         manifest = Manifest.of(arrays, stacks, facts, position)
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest.to_json())
-        )
+        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest.to_json()))
         self._manager.save(step, args=items, force=True)
 
     def manifest(self, step: int | None = None) -> Manifest:

@@ -7,13 +7,14 @@ do nothing while no rendering is under way.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MappingView
 from contextvars import ContextVar
 from typing import Any
 
 BASE_WORK = 20_000_000
 WORK_PER_INPUT_CHARACTER = 256
-STEP_WORK = 20  # one loop turn, call or filter; a character handled costs 1
+STEP_WORK = 40  # one loop turn, call or filter
+ITEM_WORK = 10  # one item of a list that is walked; a character costs 1
 
 current_budget: ContextVar[Budget | None] = ContextVar("dew_template_budget", default=None)
 
@@ -61,12 +62,14 @@ class Budget:
             if isinstance(item, str):
                 self.charge(1 + len(item))
             elif isinstance(item, Mapping):
-                self.charge(1 + len(item))
+                self.charge(1 + ITEM_WORK * len(item))
                 pending.extend(item.keys())
                 pending.extend(item.values())
             elif isinstance(item, list | tuple | set | frozenset):
-                self.charge(1 + len(item))
+                self.charge(1 + ITEM_WORK * len(item))
                 pending.extend(item)
+            elif isinstance(item, range | MappingView):
+                self.charge(1 + ITEM_WORK * len(item))
             elif isinstance(item, int):
                 self.charge(1 + item.bit_length() // 3)
             else:

@@ -8,7 +8,6 @@ Entry points: `compile_template` and `render_bounded`.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -37,6 +36,7 @@ from dew.data.template_budget import (
     current_budget,
     turns,
 )
+from dew.data.template_filters import bounded_filters, bounded_tests
 
 MARK_START, MARK_END = "\ufdd0", "\ufdd1"
 """Unicode noncharacters that bracket a `{% generation %}` block while its place is looked up."""
@@ -44,94 +44,6 @@ MARK_START, MARK_END = "\ufdd0", "\ufdd1"
 MAX_SOURCE_CHARACTERS = 1_000_000
 
 _marking: ContextVar[bool] = ContextVar("dew_template_marking", default=False)
-
-
-# Lazy filters pay a turn for each value they yield; constant-time ones pay one step.
-_LAZY_FILTERS = ("map", "select", "reject", "selectattr", "rejectattr", "items")
-_SHORT_FILTERS = ("length", "count", "first", "last", "default", "d", "attr")
-_WHOLE_FILTERS = (
-    *("abs", "capitalize", "dictsort", "escape", "e", "float", "groupby", "int", "list", "lower"),
-    *("max", "min", "reverse", "round", "safe", "sort", "string", "title", "trim", "truncate"),
-    *("unique", "upper", "wordcount"),
-)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML; model templates are written for plain json.dumps.
-    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
-        raise ChatTemplateError(f"tojson(indent={indent!r}) is refused; use 0 to 16.")
-    charge_value(value)
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _prepare_arguments(name: str, value: Any, arguments: tuple, named: dict) -> Any:
-    """Charge one filter call before it runs and return the value it may read."""
-    charge(STEP_WORK)
-    if name in _SHORT_FILTERS:
-        return value
-    if name in _LAZY_FILTERS:
-        return value if name == "items" else turns(value)
-    if isinstance(value, GeneratorType):
-        value = list(turns(value))
-    if name == "replace":
-        charge_replace(value, *(list(arguments) + list(named.values()))[:2])
-    elif name == "join":
-        value = list(turns(value))
-        charge_join(value, next(iter([*arguments, *named.values()]), ""))
-    elif name == "indent":
-        width = next(iter([*arguments, *named.values()]), 4)
-        width = len(width) if isinstance(width, str) else int(width)
-        charge(len(str(value)) + max(width, 0) * (str(value).count("\n") + 1))
-    elif name == "format":
-        check_format(str(value))
-        charge_value((value, arguments, named))
-    else:
-        charge_value((value, arguments))
-    return value
-
-
-def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that it pays; asking for the context also keeps it out of constant folding."""
-    wants = str(getattr(function, "jinja_pass_arg", ""))
-
-    @jinja2.pass_context
-    @functools.wraps(function)
-    def filtered(context: Any, value: Any = "", *arguments: Any, **named: Any) -> Any:
-        value = _prepare_arguments(name, value, arguments, named)
-        if "eval_context" in wants:
-            first: tuple[Any, ...] = (context.eval_ctx,)
-        elif "environment" in wants:
-            first = (context.environment,)
-        else:
-            first = (context,) if "context" in wants else ()
-        return function(*first, value, *arguments, **named)
-
-    # functools.wraps copied the inner function's own request; ours is the one that holds.
-    return jinja2.pass_context(filtered)
-
-
-def _concat(values: list[Any]) -> str:
-    charge_value(values)
-    return "".join(map(str, values))
-
-
-def _checked(value: Any) -> Any:
-    charge(STEP_WORK)
-    if not isinstance(value, Mapping):
-        charge_value(value)
-    return value
 
 
 @jinja2.pass_context
@@ -169,7 +81,14 @@ class _Meter(NodeTransformer):
         self.generic_visit(node)
         node.expr = self._hook("_checked", node.expr)
         for operand in node.ops:
-            operand.expr = self._hook("_checked", operand.expr)
+            is_search = operand.op in ("in", "notin")
+            operand.expr = self._hook("_searched" if is_search else "_checked", operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = self._hook("_sliced", node.node)
         return node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Filter:  # noqa: N802
@@ -239,8 +158,6 @@ def _prepare_method(owner: str, name: str, arguments: tuple) -> tuple:
         values = list(turns(arguments[0]))
         charge_join(values, owner)
         return (values, *arguments[1:])
-    elif name in ("format", "format_map"):
-        check_format(owner)
     charge_value((owner, arguments))
     return arguments
 
@@ -258,13 +175,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
             optimized=False,
         )
-        known = dict(self.filters)
-        allowed = (*_LAZY_FILTERS, *_SHORT_FILTERS, *_WHOLE_FILTERS)
-        self.filters = {name: _metered(name, known[name]) for name in (*allowed, "replace", "join", "indent")}
-        self.filters["format"] = _metered("format", known["format"])
-        hooks: dict[str, Callable[..., Any]] = {"tojson": _to_json, "_concat": _concat, "_checked": _checked}
-        hooks |= {"_turns": turns, "_text": _checked}
-        self.filters |= {name: jinja2.pass_context(_without_context(function)) for name, function in hooks.items()}
+        # Jinja's own annotations are narrower than what it accepts.
+        plain: Any = self
+        plain.filters, plain.tests = bounded_filters(plain.filters), bounded_tests(plain.tests)
         self.globals.pop("lipsum", None)
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -296,6 +209,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             charge_value((left, right))
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Check the widths in a text before its `format` runs; the sandbox checks the attributes."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def format_within_bounds(*arguments: Any, **named: Any) -> str:
+            check_format(value.__self__)
+            charge_value((value.__self__, arguments, named))
+            return formatted(*arguments, **named)
+
+        return format_within_bounds
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Charge a call before it runs; text methods pay for what they return."""
         charge(STEP_WORK)
@@ -309,14 +235,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(__obj, LoopContext) and args and hasattr(args[0], "__len__"):
             charge(STEP_WORK * len(args[0]))
         return super().call(__context, __obj, *args, **kwargs)
-
-
-def _without_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    def filtered(context: Any, *arguments: Any, **named: Any) -> Any:
-        del context
-        return function(*arguments, **named)
-
-    return filtered
 
 
 @functools.lru_cache(maxsize=64)

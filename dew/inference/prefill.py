@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.inference.sampling import SamplingKind, draw_tokens
-from dew.nn.cache import CACHE_NAMES, KVCache
+from dew.nn.cache import CACHE_NAMES, SLOT_DIM, KVCache
 from dew.placement.rules import Rule, resolve
 
 SMALLEST_PROMPT = 32
@@ -203,8 +203,8 @@ def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
         return jax.lax.dynamic_slice_in_dim(jnp.pad(array, room), P - used, slots, axis)
 
     return cache.replace(
-        keys=tuple(moved(bank, 2) for bank in cache.keys),
-        values=tuple(moved(bank, 2) for bank in cache.values),
+        keys=tuple(moved(bank, SLOT_DIM) for bank in cache.keys),
+        values=tuple(moved(bank, SLOT_DIM) for bank in cache.values),
         valid=moved(cache.valid, 1),
         index=jnp.asarray(used, jnp.int32),
     )

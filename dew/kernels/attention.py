@@ -51,8 +51,8 @@ class Visibility:
 
 def attention(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
     *,
     visibility: Visibility,
     scale: float,
@@ -65,8 +65,8 @@ def attention(
 
     Args:
         query: Rotated queries.
-        key: Rotated keys.
-        value: Values.
+        key: Rotated keys, heads before slots as the cache stores them.
+        value: Values, likewise.
         visibility: Which keys each query reads.
         scale: Factor on the products, usually H ** -0.5.
         softcap: Bound c of the logits, c * tanh(logit / c); None leaves them.
@@ -78,7 +78,7 @@ def attention(
     Raises:
         ValueError: If the query heads are not a multiple of the key/value heads, or the implementation is unknown.
     """
-    num_heads, num_kv_heads = query.shape[2], key.shape[2]
+    num_heads, num_kv_heads = query.shape[2], key.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly. "
@@ -94,14 +94,14 @@ def attention(
 def _dense(query, key, value, visibility, scale, softcap):
     """Attention with all its logits at once."""
     B, T, N, H = query.shape
-    K = key.shape[2]
+    K = key.shape[1]
     query_BTKGH = query.reshape(B, T, K, N // K, H)
-    logits = jnp.einsum("BTKGH,BSKH->BKGTS", query_BTKGH, key, preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("BTKGH,BKSH->BKGTS", query_BTKGH, key, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(visibility.mask()[:, None, None], logits, MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(B, T, N, H)
+    return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, H)
 
 
 def _chunked(query, key, value, visibility, scale, softcap):

@@ -109,7 +109,9 @@ class SelfAttention(nn.Module):
             The projected mixture, and the cache after the new keys.
         """
         query, key, value = self._heads(x, rotary)
-        if cache is not None:
+        if cache is None:
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        else:
             cache, key, value = cache.append(key, value)
         mixed = attention(
             query,

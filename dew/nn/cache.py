@@ -13,8 +13,10 @@ from flax import struct
 from dew.arrays import Array, Bool, Float, Int
 from dew.nn.sharding import constrain
 
-CACHE_NAMES = ("layers", "activation_batch", None, "activation_kv", None)
-"""Logical names of a bank's keys and values, [L, B, S, K, H]."""
+CACHE_NAMES = ("layers", "activation_batch", "activation_kv", None, None)
+"""Logical names of a bank's keys and values, [L, B, K, S, H]: heads before slots, so that decoding transposes nothing."""
+SLOT_DIM = 3
+"""Which dimension of a bank counts slots."""
 
 
 @struct.dataclass
@@ -22,14 +24,14 @@ class KVCache:
     """The cache of a model.
 
     Attributes:
-        keys: Rotated keys of each bank of layers, [L, B, S, K, H].
-        values: Values of each bank, [L, B, S, K, H].
+        keys: Rotated keys of each bank of layers, [L, B, K, S, H].
+        values: Values of each bank, [L, B, K, S, H].
         index: Slot the next token is written to, int32 scalar.
         valid: Slots that hold a real token rather than padding, [B, S].
     """
 
-    keys: tuple[Float[Array, "L B S K H"], ...]
-    values: tuple[Float[Array, "L B S K H"], ...]
+    keys: tuple[Float[Array, "L B K S H"], ...]
+    values: tuple[Float[Array, "L B K S H"], ...]
     index: Int[Array, ""]
     valid: Bool[Array, "B S"]
 
@@ -63,7 +65,7 @@ def empty_cache(
     """
 
     def zeros(layers: int, heads: int, width: int) -> Array:
-        return constrain(jnp.zeros((layers, batch, length, heads, width), dtype), CACHE_NAMES)
+        return constrain(jnp.zeros((layers, batch, heads, length, width), dtype), CACHE_NAMES)
 
     return KVCache(
         keys=tuple(zeros(*shape) for shape in shapes),
@@ -78,20 +80,20 @@ class LayerCache:
     """One layer's window on a bank of the cache.
 
     Attributes:
-        keys: The bank's keys, [L, B, S, K, H].
+        keys: The bank's keys, [L, B, K, S, H].
         values: The bank's values.
         layer: Which layer of the bank.
         index: Slot of the first new token.
     """
 
-    keys: Float[Array, "L B S K H"]
-    values: Float[Array, "L B S K H"]
+    keys: Float[Array, "L B K S H"]
+    values: Float[Array, "L B K S H"]
     layer: Int[Array, ""] | int
     index: Int[Array, ""]
 
     def append(
         self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]
-    ) -> tuple["LayerCache", Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    ) -> tuple["LayerCache", Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         """Write new keys and values at the cursor.
 
         Args:
@@ -99,11 +101,12 @@ class LayerCache:
             value: Their values.
 
         Returns:
-            The window after the write, and all of the layer's keys and values.
+            The window after the write, and all of the layer's keys and values, [B, K, S, H].
         """
         keys, values = self._written(self.keys, key), self._written(self.values, value)
         return self.replace(keys=keys, values=values), keys[self.layer], values[self.layer]
 
     def _written(self, bank: Array, new: Array) -> Array:
-        start = (self.layer, 0, self.index, 0, 0)
-        return constrain(jax.lax.dynamic_update_slice(bank, new[None].astype(bank.dtype), start), CACHE_NAMES)
+        start = (self.layer, 0, 0, self.index, 0)
+        block = new.swapaxes(1, 2)[None].astype(bank.dtype)
+        return constrain(jax.lax.dynamic_update_slice(bank, block, start), CACHE_NAMES)

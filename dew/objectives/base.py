@@ -98,9 +98,7 @@ class Objective(Protocol):
         """
         ...
 
-    def loss(
-        self, variables: Variables, batch: HostBatch, *, key: jax.Array, train: bool
-    ) -> LossOutput:
+    def loss(self, variables: Variables, batch: HostBatch, *, key: jax.Array, train: bool) -> LossOutput:
         """Score one prepared batch.
 
         Args:

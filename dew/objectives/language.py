@@ -138,8 +138,7 @@ class LanguageModel:
         for name in FIELDS[1:]:
             if name in batch and np.shape(batch[name]) != tokens.shape:
                 raise ValueError(
-                    f"{name} must have the shape of tokens, {tokens.shape}. Received: "
-                    f"shape={np.shape(batch[name])}."
+                    f"{name} must have the shape of tokens, {tokens.shape}. Received: shape={np.shape(batch[name])}."
                 )
         vocab = self.module.vocab_size
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):

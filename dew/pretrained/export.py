@@ -1,7 +1,7 @@
 """Write a model as a Hugging Face checkpoint directory that transformers and `load_pretrained` read.
 
-Entry point: `save_pretrained`. Tensors are written one at a time from the sharded arrays; the directory appears under its name only
-when it is complete.
+Entry point: `save_pretrained`. Tensors are written one at a time from the sharded arrays; the directory appears under its
+name only when it is complete.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from dew.pretrained.load import compute_dtype, model_recipes
 from dew.pretrained.place import copy_tiled
 from dew.pretrained.recipe import Recipe
 from dew.pretrained.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
-from dew.tree import closest, named_leaves
+from dew.tree import named_leaves
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # What an earlier export may hold: a directory with nothing else is replaced, any other is left alone.
@@ -89,7 +89,8 @@ def save_pretrained(
         raise ValueError(f"max_shard_bytes must be positive. Received: max_shard_bytes={max_shard_bytes}")
     _check_replaceable(directory)
     family, written_config = export_config(module, config)
-    target = compute_dtype(dtype) if dtype is not None else (config or {}).get("dtype", (config or {}).get("torch_dtype"))
+    stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
+    target = stated if dtype is None else compute_dtype(dtype)
     tensors, arrays = _tensors(family, module, variables, target)
     largest = max((tensor.dtype for tensor in tensors), key=lambda each: each.itemsize)
     written_config["dtype"] = largest.name
@@ -132,8 +133,7 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
         identity = {"model_type": family.model_type, "architectures": [family.architecture]}
         return family, {**kept, **identity, **fields}
     if wanted is not None and wanted not in FAMILIES:
-        near = closest(str(wanted), FAMILIES)
-        reasons.append(f"model_type={wanted!r} is not one of {', '.join(FAMILIES)}" + (f"; did you mean {near!r}?" if near else ""))
+        reasons.append(f"model_type={wanted!r} is not one of {', '.join(FAMILIES)}")
     raise ValueError("This model cannot be written as a Hugging Face checkpoint. " + "; ".join(reasons))
 
 
@@ -147,12 +147,12 @@ def _tensors(
     """List what is written, after checking that the variables are the model's."""
     todo = {recipe.path: recipe for recipe in model_recipes(family, module)}
     arrays = named_leaves({"params": variables.get("params", {})})
-    wrong = [path for path in todo.keys() ^ arrays.keys()]
+    wrong = list(todo.keys() ^ arrays.keys())
     wrong += [path for path in todo.keys() & arrays.keys() if tuple(arrays[path].shape) != todo[path].shape]
     if wrong:
         raise ValueError(
-            f"The variables are not those of the model: {len(wrong)} leaves are missing, left over or of another shape, "
-            f"such as {sorted(wrong)[:3]}."
+            f"The variables are not those of the model: {len(wrong)} leaves are missing, left over or of another "
+            f"shape, such as {sorted(wrong)[:3]}."
         )
     tensors = []
     for path, recipe in todo.items():

@@ -1,6 +1,6 @@
 """Memory-mapped reader of GGUF files, dequantising only the slice that is asked for.
 
-Entry points: `GgufFile` (metadata, checked without the `gguf` package) and `GgufSource` (tensors under Hugging Face names).
+Entry points: `GgufFile` (metadata; needs no `gguf` package) and `GgufSource` (tensors under Hugging Face names).
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -92,7 +92,9 @@ class GgufFile:
             self.tensors[name] = tensor
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise CheckpointError(f"{path}: general.alignment must be a power of two up to {MAX_ALIGNMENT}. Received: {alignment!r}")
+            raise CheckpointError(
+                f"{path}: general.alignment must be a power of two up to {MAX_ALIGNMENT}. Received: {alignment!r}"
+            )
         self.data_start = -(-cursor.position // alignment) * alignment
 
     def raw(self, begin: int, nbytes: int) -> np.ndarray:
@@ -183,7 +185,9 @@ class GgufSource:
             selected = kept[(slice(None), *index[1:-1], slice(first * block_bytes, last * block_bytes))]
         else:  # a bias: every element is a row
             if block_size != 1:
-                raise CheckpointError(f"{self._file.path}: the bias {name!r} is quantised; its rows cannot be reordered.")
+                raise CheckpointError(
+                    f"{self._file.path}: the bias {name!r} is quantised; its rows cannot be reordered."
+                )
             selected = rows.reshape(width, row_bytes // width)[order[columns]].reshape(-1)
             first, columns = 0, slice(0, len(order[columns]))
         values = self._dequantise(selected, tensor.ggml_type)
@@ -258,7 +262,9 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, StoredTensor]:
     name = cursor.string()
     num_dimensions = cursor.number("<I")
     if num_dimensions > MAX_DIMENSIONS:
-        raise CheckpointError(f"{cursor.path}: tensor {name!r} has {num_dimensions} dimensions; ggml has {MAX_DIMENSIONS}.")
+        raise CheckpointError(
+            f"{cursor.path}: tensor {name!r} has {num_dimensions} dimensions; ggml has {MAX_DIMENSIONS}."
+        )
     innermost_first = [cursor.number("<Q") for _ in range(num_dimensions)]
     ggml_type, offset = cursor.number("<I"), cursor.number("<Q")
     return name, StoredTensor(tuple(reversed(innermost_first)), ggml_type, offset)
@@ -270,7 +276,9 @@ def _dequantiser() -> tuple[Any, dict[int, tuple[int, int]]]:
         from gguf import quants
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
-        raise ImportError("Reading the tensors of a .gguf file needs the gguf package: pip install 'dew[gguf]'") from error
+        raise ImportError(
+            "Reading the tensors of a .gguf file needs the gguf package: pip install 'dew[gguf]'"
+        ) from error
     plain = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
     known = [*plain, *quants._type_traits]
     return quants, {int(kind): GGML_QUANT_SIZES[kind] for kind in known}

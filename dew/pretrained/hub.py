@@ -51,7 +51,9 @@ def locate(source: str | Path, revision: str | None = None, *, weights: bool = T
         path = Path(text).expanduser()
         if path.exists():
             if revision is not None:
-                raise ValueError(f"A local checkpoint has no revisions. Received: source={text!r}, revision={revision!r}")
+                raise ValueError(
+                    f"A local checkpoint has no revisions. Received: source={text!r}, revision={revision!r}"
+                )
             if path.is_file() and path.suffix != ".gguf":
                 raise CheckpointError(f"A checkpoint is {ACCEPTED}. Received: source={text!r}")
             return path
@@ -98,5 +100,7 @@ def _fetch(repository: str, revision: str | None, files: Sequence[str]) -> Path:
         ) from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, f"No space left while fetching {where}; HF_HOME says where the cache lies.") from error
+            raise OSError(
+                errno.ENOSPC, f"No space left while fetching {where}; HF_HOME says where the cache lies."
+            ) from error
         raise ConnectionError(f"{where} could not be fetched: {error}") from error

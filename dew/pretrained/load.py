@@ -121,7 +121,11 @@ def load_pretrained(
     )
     mesh, layout = as_mesh(mesh), layout or Layout()
     variables = load_variables(
-        described, mesh=mesh, layout=layout, param_dtype=dtype if param_dtype is None else param_dtype, progress=progress
+        described,
+        mesh=mesh,
+        layout=layout,
+        param_dtype=dtype if param_dtype is None else param_dtype,
+        progress=progress,
     )
     return Pretrained(
         module=described.module,

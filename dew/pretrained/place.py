@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from dew.pretrained.recipe import Recipe
@@ -230,7 +230,7 @@ def converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Cast values; bfloat16 widens to float32 by a shift of its bits, which is exact and runs without the interpreter lock."""
     if values.dtype == dtype:
         return values
-    if values.dtype == ml_dtypes.bfloat16 and dtype == np.float32:
+    if values.dtype == jnp.bfloat16 and dtype == np.float32:
         return (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(dtype)
 

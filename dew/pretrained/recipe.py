@@ -128,9 +128,7 @@ def parse(arrangement: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...
     return groups, order
 
 
-def recipes(
-    weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], view: StackView
-) -> tuple[Recipe, ...]:
+def recipes(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], view: StackView) -> tuple[Recipe, ...]:
     """Give every leaf of a model its recipe.
 
     Args:
@@ -156,9 +154,7 @@ def recipes(
     return tuple(found)
 
 
-def check_coverage(
-    recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object
-) -> None:
+def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object) -> None:
     """Check, before anything is read, that leaves and tensors match one to one.
 
     Args:

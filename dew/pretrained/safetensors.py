@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from dew.pretrained.source import (
@@ -27,9 +27,9 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
@@ -191,7 +191,9 @@ def shard_names(index_path: Path) -> dict[str, str]:
         raise CheckpointError(f"{index_path} has no 'weight_map' of tensor names to file names.")
     for tensor, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: tensor {tensor!r} must map to a .safetensors file. Received: {file_name!r}")
+            raise CheckpointError(
+                f"{index_path}: tensor {tensor!r} must map to a .safetensors file. Received: {file_name!r}"
+            )
     return weight_map
 
 
@@ -209,8 +211,8 @@ def _open_sharded(directory: Path, index_path: Path) -> SafetensorsCheckpoint:
         file = checkpoint._file_of.get(tensor)
         if file is None or file.path != paths[file_name]:
             raise CheckpointError(
-                f"{index_path} places tensor {tensor!r} in {file_name}, which does not hold it. The index and the shards "
-                "come from different exports."
+                f"{index_path} places tensor {tensor!r} in {file_name}, which does not hold it. The index and the "
+                "shards come from different exports."
             )
     return checkpoint
 
@@ -231,7 +233,9 @@ def _read_header(file: Any, size: int, path: Path) -> tuple[dict[str, Any], int]
 def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     """Check one header entry and return its info and byte range."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: tensor {name!r} needs dtype, shape and data_offsets. Received: {str(entry)[:80]}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} needs dtype, shape and data_offsets. Received: {str(entry)[:80]}"
+        )
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}.")
@@ -244,7 +248,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {entry['dtype']} needs {nbytes} bytes, its offsets "
-            f"span {offsets[1] - offsets[0]}. The file is damaged; fetch it again."
+            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {entry['dtype']} needs {nbytes} bytes, its "
+            f"offsets span {offsets[1] - offsets[0]}. The file is damaged; fetch it again."
         )
     return TensorInfo(tuple(shape), dtype), offsets[0], offsets[1]

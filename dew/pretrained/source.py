@@ -16,7 +16,7 @@ MAX_JSON_BYTES = 64 * 2**20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as it is: the text names the file, the tensor or field, and the rule it breaks."""
+    """A checkpoint that cannot be read as it is; the text names the file, the tensor or field, and the broken rule."""
 
 
 class TensorInfo(NamedTuple):
@@ -43,7 +43,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a rectangular part, one unit-step slice per dimension. The result may alias the file: do not write to it."""
+        """Read a rectangular part, one unit-step slice per dimension. It may alias the file: do not write to it."""
         ...
 
     def release(self, name: str) -> None:

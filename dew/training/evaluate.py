@@ -51,7 +51,8 @@ def read_ratios(statistics: Mapping[str, Ratio]) -> dict[str, Ratio]:
         statistics: Device ratios by name.
 
     Returns:
-        Ratios of Python floats.
+        Ratios of Python floats, "loss" first (a compiled function returns names sorted).
     """
     values = jax.device_get(dict(statistics))
-    return {name: Ratio(float(ratio.total), float(ratio.mass)) for name, ratio in values.items()}
+    names = sorted(values, key=lambda name: (name != "loss", name))
+    return {name: Ratio(float(values[name].total), float(values[name].mass)) for name in names}

@@ -56,7 +56,7 @@ def make_optimizer(
         weight_decay: Decoupled decay per unit of learning rate; None takes 0.01 for adamw and
             0 for the others.
         decay_exclude: Globs over parameter paths that are not decayed, such as
-            "*norm/scale". Each must match a parameter.
+            `*norm/scale`. Each must match a parameter.
         clip_norm: Scale the gradient down to this global norm; None leaves it.
         **options: adam and adamw: `b1`, `b2`, `eps`; sgd: `momentum`, `nesterov`.
 

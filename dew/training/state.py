@@ -75,9 +75,7 @@ class TrainState:
         return self.replace(opt_state=assign_learning_rate(self.opt_state, value))
 
 
-def new_state(
-    variables: dict[str, Any], optimizer: Any, key: jax.Array, *, accumulation: int
-) -> TrainState:
+def new_state(variables: dict[str, Any], optimizer: Any, key: jax.Array, *, accumulation: int) -> TrainState:
     """Make the state before the first batch; traceable.
 
     Args:

@@ -51,9 +51,7 @@ def batch_gradients(
     return run
 
 
-def update_step(
-    objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None
-) -> StepFunction:
+def update_step(objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None) -> StepFunction:
     """Build the step where every batch is an update.
 
     Args:
@@ -96,9 +94,7 @@ def accumulate_step(objective: Objective, shardings: Any = None) -> StepFunction
     return step
 
 
-def commit_step(
-    objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None
-) -> StepFunction:
+def commit_step(objective: Objective, optimizer: optax.GradientTransformation, shardings: Any = None) -> StepFunction:
     """Build the step that adds the last batch of a window and applies the update.
 
     Args:
@@ -115,9 +111,7 @@ def commit_step(
         state, output = _accumulated(differentiate, state, batch)
         window = state.accumulator
         state, applied = _apply(optimizer, state, window.gradients, window.loss)
-        state = state.replace(
-            microstep=jnp.zeros((), jnp.int32), accumulator=empty_accumulator(state.params)
-        )
+        state = state.replace(microstep=jnp.zeros((), jnp.int32), accumulator=empty_accumulator(state.params))
         return state, statistics(output), applied
 
     return step
@@ -156,9 +150,7 @@ def _step_key(state: TrainState) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
 
-def _accumulated(
-    differentiate: Any, state: TrainState, batch: Any
-) -> tuple[TrainState, LossOutput]:
+def _accumulated(differentiate: Any, state: TrainState, batch: Any) -> tuple[TrainState, LossOutput]:
     output, gradients = differentiate(state.variables, batch, _step_key(state))
     window = state.accumulator
     summed = jax.tree.map(lambda a, g: a + g.astype(a.dtype), window.gradients, gradients)

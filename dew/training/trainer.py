@@ -243,9 +243,7 @@ class Trainer:
             NonFiniteLossError: After 5 consecutive losses that are not finite.
         """
         self._check_run(dataset, steps, eval_every, checkpoint_every)
-        report = Report(
-            self.objective.report, every=log_every, total=steps, write=write if is_primary() else None
-        )
+        report = Report(self.objective.report, every=log_every, total=steps, write=write if is_primary() else None)
         restored = self.restore()
         state, position = (self._fresh(variables), None) if restored is None else restored
         first = int(state.step)
@@ -318,9 +316,7 @@ class Trainer:
         run_key = jax.random.key_data(jax.random.fold_in(seed, 1))
         with self.context():
             if variables is None:
-                initialise = jax.jit(
-                    lambda key: plain(self.objective.init(key)), out_shardings=shardings.variables
-                )
+                initialise = jax.jit(lambda key: plain(self.objective.init(key)), out_shardings=shardings.variables)
                 variables = initialise(jax.random.fold_in(seed, 0))
             else:
                 variables = place_variables(variables, self._abstract_state.variables, shardings.variables)

@@ -43,7 +43,9 @@ def packed_batch():
     return batch
 
 
-@pytest.mark.parametrize("batch", [tiny_batch(), packed_batch(), {"tokens": tiny_batch()["tokens"]}], ids=["masked", "packed", "plain"])
+@pytest.mark.parametrize(
+    "batch", [tiny_batch(), packed_batch(), {"tokens": tiny_batch()["tokens"]}], ids=["masked", "packed", "plain"]
+)
 def test_the_loss_is_the_definition(batch):
     variables = jax.jit(lambda key: OBJECTIVE.init(key))(jax.random.key(1))
     variables = jax.tree.map(lambda x: x * 3, variables)  # sharper than an untrained model's guesses

@@ -41,14 +41,16 @@ def adamw_by_hand(steps, rate, decay=0.0, b1=0.9, b2=0.999, eps=1e-8):
 def test_adam_follows_its_paper(name, decay, options):
     params, _ = run(make_optimizer(name, 0.1, **options))
     want = adamw_by_hand(5, 0.1, decay, b1=options.get("b1", 0.9))
-    # optax computes 1 - b2**count in float32, which costs up to 6e-5 at the first updates.
-    np.testing.assert_allclose(params["mlp"]["kernel"], want, rtol=1e-4)
+    # optax computes 1 - b2**count in float32, which costs up to 6e-5 of an update of 0.1.
+    np.testing.assert_allclose(params["mlp"]["kernel"], want, rtol=0, atol=5 * 0.1 * 6e-5)
 
 
 def test_sgd_with_momentum():
     params, _ = run(make_optimizer("sgd", 0.1, momentum=0.5), steps=2)
     first, second = gradients(0)["norm"]["scale"], gradients(1)["norm"]["scale"]
-    np.testing.assert_allclose(params["norm"]["scale"], PARAMS["norm"]["scale"] - 0.1 * (1.5 * first + second), rtol=1e-6)
+    np.testing.assert_allclose(
+        params["norm"]["scale"], PARAMS["norm"]["scale"] - 0.1 * (1.5 * first + second), rtol=1e-6
+    )
 
 
 def test_clipping_is_by_the_global_norm():

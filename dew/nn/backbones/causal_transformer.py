@@ -342,7 +342,7 @@ def _example_input(part: nn.Module) -> tuple[Any, ...]:
     if not isinstance(part, DecoderLayer):
         return (x,)
     attention = part.spec.attention
-    tables = rotary_tables(attention.rotary, attention.head_dim, jnp.zeros((1, 1))) if attention.rotary else None
+    tables = rotary_tables(attention.rotary, attention.head_dim, jnp.zeros((1, 1), jnp.int32)) if attention.rotary else None
     return x, causal_visibility(1), tables
 
 

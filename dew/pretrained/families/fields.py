@@ -12,17 +12,17 @@ from dew.pretrained.source import CheckpointError
 # Fields of any config that do not change what a forward pass computes.
 INERT = frozenset(
     """
-    _attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id dtype eos_token_id
-    id2label initializer_range is_decoder is_encoder_decoder label2id max_length model_type
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class
-    torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
-    chunk_size_feed_forward bad_words_ids begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id length_penalty min_length no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_scores prefix remove_invalid_values repetition_penalty
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss top_k top_p
-    torchscript typical_p use_bfloat16
-    """.split()
+    _attn_implementation _name_or_path architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
+    return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 - a list of seventy literals reads worse
 )
 # Fields of any config that change nothing at these values.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -51,8 +51,8 @@ def decoder(fields: Fields, *, head_dim: int, qk_norm: bool) -> dict[str, Any]:
     key_value_heads = fields.count("num_key_value_heads", heads)
     if heads % key_value_heads or head_dim % 2:
         raise CheckpointError(
-            f"{fields.where}: num_attention_heads must be a multiple of num_key_value_heads and head_dim even. Received: "
-            f"num_attention_heads={heads}, num_key_value_heads={key_value_heads}, head_dim={head_dim}"
+            f"{fields.where}: num_attention_heads must be a multiple of num_key_value_heads and head_dim even. "
+            f"Received: num_attention_heads={heads}, num_key_value_heads={key_value_heads}, head_dim={head_dim}"
         )
     bias = fields.flag("attention_bias", False)
     attention = AttentionSpec(

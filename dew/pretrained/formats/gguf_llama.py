@@ -84,8 +84,8 @@ def config(metadata: dict[str, Any], tensors: Iterable[str], where: object) -> d
     for key in ("attention.key_length", "attention.value_length"):
         if _count(fields, key, where, head_dim) != head_dim:
             raise CheckpointError(
-                f"{where}: llama.{key}={fields[key]} differs from the {head_dim} rotated dimensions of a head; heads that "
-                "rotate in part are not supported."
+                f"{where}: llama.{key}={fields[key]} differs from the {head_dim} rotated dimensions of a head; heads "
+                "that rotate in part are not supported."
             )
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     names = set(tensors)
@@ -142,7 +142,11 @@ def _rope(fields: dict[str, Any], where: object) -> dict[str, Any]:
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": _decimal(fields.get("rope.scaling.factor"), where)}
+        return {
+            "rope_type": "linear",
+            "rope_theta": theta,
+            "factor": _decimal(fields.get("rope.scaling.factor"), where),
+        }
     raise CheckpointError(f"{where}: llama.rope.scaling.type={kind!r} is not supported; known: none, linear.")
 
 

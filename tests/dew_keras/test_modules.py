@@ -1,0 +1,151 @@
+"""Any Flax module: several inputs, training flags, dropout, batch statistics, losses of its own."""
+
+import flax.linen as nn
+import jax
+import keras
+import numpy as np
+import pytest
+
+import dew_keras
+from dew.placement.mesh import MeshSpec, build_mesh
+from tests.dew_keras.nets import Linear, Regularised, rows
+
+
+class Normed(nn.Module):
+    """Batch statistics without dropout."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        """Apply it."""
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x)))
+
+
+class Pair(nn.Module):
+    """Two inputs."""
+
+    @nn.compact
+    def __call__(self, left, right, deterministic=True):
+        """Apply it."""
+        return nn.Dense(3)(left) + nn.Dense(3)(right) + (0.0 if deterministic else 100.0)
+
+
+def one_device():
+    return build_mesh(MeshSpec(), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("batch_size", [5, 8])
+def test_batch_statistics_of_ragged_batches_are_those_of_one_device(batch_size):
+    x, y, _ = rows(13)
+    found = []
+    for mesh in (one_device(), {"data": 8}):
+        model = dew_keras.Model(Normed())
+        model.compile("sgd", "mse", metrics=["mae"], mesh=mesh)
+        history = model.fit(x, y, batch_size, 2, 0, shuffle=False).history
+        assert set(model.variables) == {"params", "batch_stats"}
+        found.append((history, model.get_weights(), model.evaluate(x, y, verbose=0)))
+    np.testing.assert_allclose(found[1][0]["loss"], found[0][0]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found[1][0]["mae"], found[0][0]["mae"], rtol=1e-5)
+    np.testing.assert_allclose(found[1][2], found[0][2], rtol=1e-5)
+    for got, want in zip(found[1][1], found[0][1], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed():
+    x, y, _ = rows(16)
+    histories = []
+    for seed in (0, 0, 1):
+        model = dew_keras.Model(Regularised(), seed=seed)
+        model.compile("sgd", "mse", mesh={"data": 8})
+        histories.append(model.fit(x, y, 8, 2, 0).history["loss"])
+    assert histories[0] == histories[1]
+    assert histories[0] != histories[2]
+    np.testing.assert_array_equal(model.predict(x, verbose=0), model.predict(x, verbose=0))
+
+
+def test_losses_that_a_module_sows_are_added():
+    x, y, _ = rows(16)
+    model = dew_keras.Model(Regularised())
+    model.compile("sgd", "mse", metrics=["mse"])
+    loss, mse = model.evaluate(x, y, 16, 0)
+    assert loss > mse + 1e-6
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_several_inputs_are_passed_by_name_or_position(form):
+    x, y, _ = rows(10)
+    inputs = {"left": x, "right": 2 * x} if form == "dict" else (x, 2 * x)
+    model = dew_keras.Model(Pair())
+    model.compile(keras.optimizers.SGD(1e-6), "mse", mesh={"fsdp": 8})
+    trained = model.fit(inputs, y, 5, 1, 0).history["loss"][0]
+    assert trained > 5000, "the module was told that it trains"
+    assert model.predict(inputs, verbose=0).shape == (10, 3)
+    assert np.abs(model.predict(inputs, verbose=0)).max() < 50
+
+
+def test_fit_without_a_loss_is_an_error_at_fit():
+    model = dew_keras.Model(Linear())
+    model.compile("sgd")
+    x, y, _ = rows(4)
+    with pytest.raises(ValueError, match=r"must give compile\(\) a loss"):
+        model.fit(x, y, verbose=0)
+
+
+def test_verbs_before_compile_say_so():
+    model = dew_keras.Model(Linear())
+    x, y, _ = rows(4)
+    for verb in (lambda: model.fit(x, y), lambda: model.evaluate(x, y), lambda: model.trainer):
+        with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+            verb()
+    assert model.predict(x, verbose=0).shape == (4, 3)
+
+
+def test_generate_needs_a_language_model():
+    with pytest.raises(ValueError, match="no language model"):
+        dew_keras.Model(Linear()).generate([[1]])
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="Flax Linen module"):
+        dew_keras.Model("org/name")
+
+
+def test_everything_the_facade_holds_is_reachable():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("adam", "mse", mesh={"fsdp": 4, "data": 2})
+    model.fit(x, y, 8, 1, 0)
+    assert model.objective.module is model.module
+    assert model.trainer.mesh is model.mesh
+    state = model.trainer.place(jax.tree.map(np.asarray, model.variables))
+    assert float(model.trainer.loop(state).step({"x": x, "y": y}).read()["loss"].value()) > 0
+
+
+def test_compiling_again_keeps_weights_and_moves_them():
+    x, y, _ = rows(16)
+    optimizer = keras.optimizers.Adam(0.1)
+    whole = dew_keras.Model(Linear())
+    whole.compile(optimizer=keras.optimizers.Adam(0.1), loss="mse", mesh={"data": 8})
+    want = whole.fit(x, y, 8, 4, 0, shuffle=False).history["loss"]
+    model = dew_keras.Model(Linear())
+    model.compile(optimizer=optimizer, loss="mse", mesh={"data": 8})
+    got = model.fit(x, y, 8, 2, 0, shuffle=False).history["loss"]
+    before = model.get_weights()
+    model.compile(optimizer=optimizer, loss="mse", mesh={"fsdp": 4, "tensor": 2})
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    assert all(leaf.sharding.mesh == model.mesh for leaf in jax.tree.leaves(model.variables))
+    got += model.fit(x, y, 8, 2, 0, shuffle=False).history["loss"]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_refused_compile_changes_nothing():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse", mesh={"fsdp": 8})
+    model.fit(x, y, 8, 1, 0)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="3"):
+        model.compile("sgd", "mse", mesh={"fsdp": 3})
+    assert dict(model.mesh.shape)["fsdp"] == 8
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
