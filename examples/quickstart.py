@@ -17,7 +17,9 @@ import pathlib
 import sys
 import time
 
-import dew_keras
+import dew_keras  # first: it chooses Keras' JAX backend
+
+# isort: split
 import keras
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -1,7 +1,8 @@
 """Make the small reference checkpoints that the parity tests load: `python tools/make_fixtures.py [directory]`.
 
-Needs transformers and torch. A fixture is a directory with config.json, model.safetensors and reference.npz: tokens, the
-reference's float32 logits, and the attention entropy that shows the weights are peaked. `versions.json` says what made it.
+Needs transformers and torch. A fixture is a directory with config.json, model.safetensors and reference.npz: tokens,
+the reference's float32 logits, and the attention entropy that shows the weights are peaked. `versions.json` says what
+made it.
 """
 
 import json

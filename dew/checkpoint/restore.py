@@ -46,9 +46,10 @@ def _restacked(read: Callable[[Any], Any], stored: Manifest, wanted: Any, stacks
         target, row = stacks.physical(path)
         sharding = leaves[target].sharding
         layer_spec = sharding.spec if row is None else PartitionSpec(*sharding.spec[1:])
-        source, index = stored.stacks.physical(path)
-        if index is not None:
-            shape = (len(stored.stacks.bank_of(source).layers), *shape)
+        source, _ = stored.stacks.physical(path)
+        bank = stored.stacks.bank_of(source)
+        if bank is not None:
+            shape = (len(bank.layers), *shape)
             layer_spec = PartitionSpec(None, *layer_spec)
         saved[source] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(sharding.mesh, layer_spec))
     places = jax.tree.map(lambda leaf: leaf.sharding, wanted)

@@ -241,4 +241,6 @@ class ChatTemplate:
             closing = tail[:spaces] + token
             if tail.startswith(closing) and text.startswith(closing, end):
                 return end + len(closing)
-        return end
+        content = through[-1]["content"]
+        own = content[len(content.rstrip()) :]
+        return end + len(own) if tail.startswith(own) else end

@@ -7,16 +7,18 @@ program, so that only shapes, the mesh and the kind of draw compile anew.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dew.inference.layer_views import decodes_layer_by_layer, layer_views
 from dew.inference.prefill import (
-    PromptRows,
+    RequestArrays,
     cache_shardings,
     last_logits,
     prefill_function,
@@ -24,10 +26,11 @@ from dew.inference.prefill import (
     rows_are_finite,
 )
 from dew.inference.programs import compiled_program
-from dew.inference.sampling import Greedy, SamplingKind, Strategy, as_sampling, draw_tokens
+from dew.inference.sampling import Greedy, Sampling, SamplingKind, Strategy, as_sampling, draw_tokens
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh, batch_divisor, build_mesh
 from dew.placement.partition import batch_sharding
+from dew.placement.stacks import stack_view
 
 STOP_SLOTS = 8
 """Stop tokens are padded to a multiple of this: another one rarely compiles anew."""
@@ -58,6 +61,15 @@ class Generation:
         return tuple(prompt + row for prompt, row in zip(self.prompts, self.tokens, strict=True))
 
 
+class _Draw(NamedTuple):
+    """How tokens are drawn: the static part, the numbers, and the key as data with its generator's name."""
+
+    kind: SamplingKind
+    numbers: np.ndarray
+    key_data: np.ndarray
+    key_impl: str
+
+
 class DecodeState(NamedTuple):
     """What the loop carries from one token to the next."""
 
@@ -79,7 +91,7 @@ class DecodeState(NamedTuple):
     """Keys and values of everything before `token`."""
 
 
-def decode_function(module: Any, kind: SamplingKind, key_impl: str | None, slots: int) -> Callable[..., Any]:
+def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) -> Callable[..., Any]:
     """Build the loop that draws the second and every later token.
 
     Args:
@@ -89,23 +101,23 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str | None, slots
         slots: Slots of the cache, and of the rows of new tokens.
 
     Returns:
-        Function of (variables, cache, first token, whether its logits were numbers, lengths, budgets, rows, stop ids, numbers, key
-        data) giving new tokens `[B, S]`, counts `[B]`, stopped `[B]`, finite `[B]` and the cache.
+        Function of (variables, cache, first token, whether its logits were numbers, request) giving new tokens
+        `[B, S]`, counts `[B]`, stopped `[B]`, finite `[B]` and the cache.
     """
 
-    def run_steps(variables, cache, token, finite, lengths, budgets, rows, stop_ids, numbers, key_data):
-        key = jax.random.wrap_key_data(key_data, impl=key_impl)
+    def run_steps(variables: Any, cache: Any, token: jax.Array, finite: jax.Array, request: RequestArrays) -> Any:
+        key = jax.random.wrap_key_data(request.key_data, impl=key_impl)
 
         def record(state: DecodeState, token: jax.Array, finite: jax.Array, cache: Any) -> DecodeState:
             written = jnp.where(state.active, token, 0)
             counts = state.counts + state.active
-            stopped = state.stopped | (state.active & (token[:, None] == stop_ids[None, :]).any(axis=-1))
+            stopped = state.stopped | (state.active & (token[:, None] == request.stop_ids[None, :]).any(axis=-1))
             return DecodeState(
                 token=token,
                 drawn=state.drawn + 1,
                 tokens=jax.lax.dynamic_update_slice(state.tokens, written[:, None], (0, state.drawn)),
                 counts=counts,
-                active=state.active & ~stopped & (counts < budgets),
+                active=state.active & ~stopped & (counts < request.budgets),
                 stopped=stopped,
                 finite=state.finite & (finite | ~state.active),
                 cache=cache,
@@ -113,12 +125,12 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str | None, slots
 
         def step(state: DecodeState) -> DecodeState:
             # A token's position counts from the start of its own prompt, whatever slot it has.
-            positions = lengths + state.drawn - 1
+            positions = request.lengths + state.drawn - 1
             hidden, cache = module.apply(
                 variables, state.token[:, None], positions=positions[:, None], cache=state.cache, method="hidden_states"
             )
             logits = last_logits(module, variables, hidden)
-            token = draw_tokens(logits, kind, numbers, key, rows, positions + 1)
+            token = draw_tokens(logits, kind, request.numbers, key, request.rows, positions + 1)
             return record(state, token, rows_are_finite(logits), cache)
 
         B = token.shape[0]
@@ -127,7 +139,7 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str | None, slots
             drawn=jnp.int32(0),
             tokens=jnp.zeros((B, slots), jnp.int32),
             counts=jnp.zeros(B, jnp.int32),
-            active=budgets > 0,
+            active=request.budgets > 0,
             stopped=jnp.zeros(B, bool),
             finite=jnp.ones(B, bool),
             cache=cache,
@@ -178,11 +190,10 @@ def generate(
         LayoutRefused: If the mesh has an axis that generation does not run on.
         FloatingPointError: If the model's logits stopped being numbers.
     """
-    sampler = as_sampling(sampling)
+    draw = _checked_draw(as_sampling(sampling), key)
     mesh = mesh_of_variables(variables, mesh)
     refuse_unsupported_axes(mesh, "generation")
     layout = Layout() if layout is None else layout
-    key_data, key_impl = _key_data(key, sampler.kind)
     host = prompt_rows(
         prompts,
         max_new_tokens,
@@ -191,9 +202,18 @@ def generate(
         row_divisor=batch_divisor(mesh),
         first_row=first_row,
     )
-    stop_ids = _stop_ids(stop_token_ids, module.vocab_size)
+    whole, by_row = NamedSharding(mesh, PartitionSpec()), batch_sharding(mesh)
+    request = RequestArrays(
+        lengths=_placed(host.lengths, by_row),
+        budgets=_placed(host.budgets, by_row),
+        rows=_placed(host.rows, by_row),
+        longest=_placed(np.int32(host.longest), whole),
+        stop_ids=_placed(_stop_ids(stop_token_ids, module.vocab_size), whole),
+        numbers=_placed(draw.numbers, whole),
+        key_data=_placed(draw.key_data, whole),
+    )
     tokens, counts, stopped, finite = _run(
-        module, variables, host, stop_ids, sampler.kind, sampler.numbers, key_data, key_impl, mesh, tuple(layout.rules)
+        module, variables, host.tokens, host.slots, request, draw, mesh, tuple(layout.rules)
     )
     if not finite[: len(prompts)].all():
         row = int(np.argmin(finite[: len(prompts)]))
@@ -211,49 +231,41 @@ def generate(
 def _run(
     module: Any,
     variables: Any,
-    host: PromptRows,
-    stop_ids: np.ndarray,
-    kind: SamplingKind,
-    numbers: np.ndarray,
-    key_data: np.ndarray,
-    key_impl: str | None,
+    tokens: np.ndarray,
+    slots: int,
+    request: RequestArrays,
+    draw: _Draw,
     mesh: Mesh,
-    rules: tuple[tuple[str, Any], ...],
+    rules: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Run the two programs; tokens, counts, stopped and finite of every row, on the host."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    by_row = batch_sharding(mesh)
-    placements = cache_shardings(module, mesh, rules, host.tokens.shape[0], host.slots)
-    lengths, budgets, rows = (_placed(array, by_row) for array in (host.lengths, host.budgets, host.rows))
-    numbers, key_data, stop_ids, longest = (
-        _placed(array, whole) for array in (numbers, key_data, stop_ids, np.int32(host.longest))
+    """Run the two programs; new tokens, counts, stopped and finite of every row, on the host."""
+    whole, by_row = NamedSharding(mesh, PartitionSpec()), batch_sharding(mesh)
+    stacks = stack_view(module)
+    is_split = decodes_layer_by_layer(module, variables, stacks, mesh)
+    stepper = module.clone(scan_layers=False) if is_split else module
+    placements = cache_shardings(stepper, mesh, rules, tokens.shape[0], slots)
+    compiled = functools.partial(
+        compiled_program, key=(module, draw.kind, draw.key_impl, slots, is_split), mesh=mesh, rules=rules
     )
-    key: tuple[Hashable, ...] = (module, kind, key_impl, host.slots)
 
-    arguments = (variables, _placed(host.tokens, by_row), lengths, rows, longest, numbers, key_data)
-    program = compiled_program(
+    prompts = (variables, _placed(tokens, by_row), request)
+    prefill = compiled(
         "prefill",
-        prefill_function(module, kind, key_impl, host.slots),
-        arguments,
-        key=key,
-        mesh=mesh,
-        rules=rules,
+        prefill_function(module, draw.kind, draw.key_impl, slots, is_split=is_split),
+        prompts,
         out_shardings=(by_row, by_row, placements),
     )
-    token, finite, cache = program(*arguments)
+    token, finite, cache = prefill(*prompts)
 
-    arguments = (variables, cache, token, finite, lengths, budgets, rows, stop_ids, numbers, key_data)
-    program = compiled_program(
+    steps = (layer_views(variables, stacks) if is_split else variables, cache, token, finite, request)
+    decode = compiled(
         "decode",
-        decode_function(module, kind, key_impl, host.slots),
-        arguments,
-        key=key,
-        mesh=mesh,
-        rules=rules,
+        decode_function(stepper, draw.kind, draw.key_impl, slots),
+        steps,
         out_shardings=(whole, whole, whole, whole, placements),
         donate=(1,),
     )
-    *results, _ = program(*arguments)
+    *results, _ = decode(*steps)
     return tuple(np.asarray(result) for result in results)
 
 
@@ -285,7 +297,7 @@ def mesh_of_variables(variables: Any, mesh: Mesh | MeshSpec | None = None) -> Me
     if mesh is None:
         named = next((leaf.sharding for leaf in leaves if isinstance(leaf.sharding, NamedSharding)), None)
         if named is not None:
-            found = as_mesh(named.mesh)
+            found = as_mesh(cast(Mesh, named.mesh))
         else:
             found = build_mesh(MeshSpec(), sorted(leaves[0].sharding.device_set, key=lambda device: device.id))
     else:
@@ -301,17 +313,18 @@ def mesh_of_variables(variables: Any, mesh: Mesh | MeshSpec | None = None) -> Me
     return found
 
 
-def _key_data(key: int | jax.Array | None, kind: SamplingKind) -> tuple[np.ndarray, str | None]:
-    """The numbers of a PRNG key, and the name of its generator."""
+def _checked_draw(sampling: Sampling, key: int | jax.Array | None) -> _Draw:
+    """Take a sampling record and a key apart into what is compiled and what is an argument."""
     if key is None:
-        if not kind.is_greedy:
+        if not sampling.kind.is_greedy:
             raise ValueError("Drawing tokens needs a seed: pass key=0, or sampling=Greedy(). Received: key=None")
         key = 0
     if isinstance(key, int | np.integer):
         key = jax.random.key(int(key))
     if not jax.dtypes.issubdtype(getattr(key, "dtype", np.dtype(object)), jax.dtypes.prng_key):
         raise TypeError(f"key must be a whole number or a key of jax.random.key. Received: key={key!r}")
-    return np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key))
+    data = np.asarray(jax.random.key_data(key))
+    return _Draw(sampling.kind, sampling.numbers, data, str(jax.random.key_impl(key)))
 
 
 def _stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -319,7 +332,9 @@ def _stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     ids = sorted({int(token) for token in stop_token_ids})
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
-        raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}. Use ids of the tokenizer.")
+        raise ValueError(
+            f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}. Use the tokenizer's ids."
+        )
     padded = np.full(-(-max(len(ids), 1) // STOP_SLOTS) * STOP_SLOTS, -1, np.int32)
     padded[: len(ids)] = ids
     return padded

@@ -31,7 +31,7 @@ def decodes_layer_by_layer(module: Any, variables: Any, stacks: StackView, mesh:
         mesh: Where the variables are.
     """
     layers = getattr(module, "layers", ())
-    if mesh.size != 1 or next(iter(mesh.devices.flat)).platform != "cpu" or not stacks.banks or len(layers) > MOST_LAYERS:
+    if mesh.size != 1 or mesh.devices.item().platform != "cpu" or not stacks.banks or len(layers) > MOST_LAYERS:
         return False
     banked = [variables["params"][bank.name] for bank in stacks.banks]
     return all(
@@ -52,7 +52,7 @@ def layer_views(variables: Any, stacks: StackView) -> Any:
     """
     jax.block_until_ready(variables)
     device = next(iter(jax.tree.leaves(variables)[0].devices()))
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, device), stacks.unstack(jax.tree.map(_host_view, variables)))
+    return jax.device_put(stacks.unstack(jax.tree.map(_host_view, variables)), device)
 
 
 def _host_view(array: jax.Array) -> np.ndarray:
@@ -62,4 +62,4 @@ def _host_view(array: jax.Array) -> np.ndarray:
     weights would then copy them, and NumPy's DLPack has no bfloat16.
     """
     memory = (ctypes.c_char * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memory, dtype=array.dtype).reshape(array.shape)
+    return np.frombuffer(memoryview(memory), dtype=array.dtype).reshape(array.shape)

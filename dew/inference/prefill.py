@@ -7,8 +7,9 @@ the left, so that every row's next token goes into one slot. Lengths go up to a 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,25 @@ class PromptRows:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return int(self.lengths.max())
+
+
+class RequestArrays(NamedTuple):
+    """What both programs are told about a call, as placed arrays."""
+
+    lengths: jax.Array
+    """int32 `[B]`, tokens of each prompt."""
+    budgets: jax.Array
+    """int32 `[B]`, new tokens each row may get."""
+    rows: jax.Array
+    """int32 `[B]`, global row numbers."""
+    longest: jax.Array
+    """int32 scalar, tokens of the longest prompt."""
+    stop_ids: jax.Array
+    """int32 `[n]`, tokens that end a row, padded with -1."""
+    numbers: jax.Array
+    """float32 `[3]`, `Sampling.numbers`."""
+    key_data: jax.Array
+    """uint32, the numbers of a PRNG key."""
 
 
 def bucket_length(length: int, smallest: int, largest: int) -> int:
@@ -142,7 +162,9 @@ def _checked_budgets(max_new_tokens: int | Sequence[int], count: int) -> list[in
     return [int(budget) for budget in np.broadcast_to(budgets, (count,))]
 
 
-def prefill_function(module: Any, kind: SamplingKind, key_impl: str | None, slots: int) -> Callable[..., Any]:
+def prefill_function(
+    module: Any, kind: SamplingKind, key_impl: str, slots: int, *, is_split: bool = False
+) -> Callable[..., Any]:
     """Build the function that runs the prompts and draws each row's first token.
 
     Args:
@@ -150,15 +172,16 @@ def prefill_function(module: Any, kind: SamplingKind, key_impl: str | None, slot
         kind: How tokens are drawn.
         key_impl: Name of the PRNG of the key's data.
         slots: Slots of the cache it returns.
+        is_split: Whether that cache has an entry per layer rather than per bank.
 
     Returns:
-        Function of (variables, tokens `[B, P]`, lengths `[B]`, rows `[B]`, longest, numbers, key data), giving the first
-        token `[B]`, whether its logits were numbers `[B]`, and the cache with `longest` slots used.
+        Function of (variables, tokens `[B, P]`, request) giving the first token `[B]`, whether its logits were numbers
+        `[B]`, and the cache with the slots of the longest prompt used.
     """
 
-    def run_prompts(variables, tokens, lengths, rows, longest, numbers, key_data):
+    def run_prompts(variables: Any, tokens: jax.Array, request: RequestArrays) -> tuple[jax.Array, jax.Array, KVCache]:
         B, P = tokens.shape
-        before = jnp.arange(P, dtype=jnp.int32)[None, :] - (P - lengths[:, None])
+        before = jnp.arange(P, dtype=jnp.int32)[None, :] - (P - request.lengths[:, None])
         hidden, cache = module.apply(
             variables,
             tokens,
@@ -168,9 +191,10 @@ def prefill_function(module: Any, kind: SamplingKind, key_impl: str | None, slot
             method="hidden_states",
         )
         logits = last_logits(module, variables, hidden)
-        key = jax.random.wrap_key_data(key_data, impl=key_impl)
-        token = draw_tokens(logits, kind, numbers, key, rows, lengths)
-        return token, rows_are_finite(logits), reseated_cache(cache, longest, slots)
+        key = jax.random.wrap_key_data(request.key_data, impl=key_impl)
+        token = draw_tokens(logits, kind, request.numbers, key, request.rows, request.lengths)
+        cache = reseated_cache(cache, request.longest, slots)
+        return token, rows_are_finite(logits), split_cache(cache) if is_split else cache
 
     return run_prompts
 
@@ -202,7 +226,8 @@ def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
         room = [(0, slots if dim == axis else 0) for dim in range(array.ndim)]
         return jax.lax.dynamic_slice_in_dim(jnp.pad(array, room), P - used, slots, axis)
 
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         keys=tuple(moved(bank, SLOT_DIM) for bank in cache.keys),
         values=tuple(moved(bank, SLOT_DIM) for bank in cache.values),
         valid=moved(cache.valid, 1),
@@ -210,7 +235,17 @@ def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
     )
 
 
-def cache_shardings(module: Any, mesh: Mesh, rules: Iterable[Rule], rows: int, slots: int) -> KVCache:
+def split_cache(cache: KVCache) -> KVCache:
+    """Give every layer an entry of its own, banks of one."""
+
+    def layers(banks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(bank[layer : layer + 1] for bank in banks for layer in range(bank.shape[0]))
+
+    return dataclasses.replace(cache, keys=layers(cache.keys), values=layers(cache.values))
+
+
+@functools.lru_cache(maxsize=64)
+def cache_shardings(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int, slots: int) -> KVCache:
     """Place a cache: rows over the data axes, key/value heads over tensor, whole where they do not divide.
 
     Args:
@@ -223,13 +258,13 @@ def cache_shardings(module: Any, mesh: Mesh, rules: Iterable[Rule], rows: int, s
     Returns:
         The cache's tree with a NamedSharding per leaf.
     """
-    rules = tuple(rules)
     shapes = jax.eval_shape(lambda: module.init_cache(rows, slots))
 
     def placed(names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(mesh, resolve(names, shape, mesh, rules).spec)
 
-    return shapes.replace(
+    return dataclasses.replace(
+        shapes,
         keys=tuple(placed(CACHE_NAMES, bank.shape) for bank in shapes.keys),
         values=tuple(placed(CACHE_NAMES, bank.shape) for bank in shapes.values),
         valid=placed(("activation_batch", None), shapes.valid.shape),

@@ -16,7 +16,7 @@ from dew.data.chat import is_chat
 from dew.data.text import Tokenizer
 
 DEFAULT_TOTAL_LENGTH = 1024
-"""Tokens of prompt and answer together where nothing sets a limit: the context, or this if it is longer."""
+"""Tokens of prompt and answer together where nothing sets a limit, in a context that holds more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,9 @@ class Prompts:
         is_text = all(isinstance(item, str) for item in items)
         if not is_text and not all(is_chat(item) for item in items):
             names = ", ".join(sorted({type(item).__name__ for item in items}))
-            raise TypeError(f"The prompts of one list must all be strings, all chats or all lists of ids. Received: {names}")
+            raise TypeError(
+                f"Prompts of one list must all be strings, all chats or all lists of ids. Received: {names}"
+            )
         if tokenizer is None:
             raise ValueError("The model came without a tokenizer, so it continues token ids only. Give lists of ids.")
         if not is_text:
@@ -155,7 +157,7 @@ def token_budgets(
             return [max(1, min(int(wanted), context - len(prompt))) for prompt in prompts]
         max_length = context if longest >= DEFAULT_TOTAL_LENGTH else min(context, DEFAULT_TOTAL_LENGTH)
     elif max_length > context:
-        raise ValueError(f"max_length={max_length} exceeds the model's context of {context} tokens. Use {context} or less.")
+        raise ValueError(f"max_length={max_length} exceeds the model's context of {context}. Use {context} or less.")
     if longest >= max_length:
         raise ValueError(
             f"max_length={max_length} counts prompt and answer, and a prompt has {longest} tokens already. "

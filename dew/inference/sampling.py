@@ -46,10 +46,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(
-                f"temperature must be a finite number of 0 or more (0 is greedy). Received: temperature={self.temperature}"
+                "temperature must be a finite number of 0 or more (0 is greedy). "
+                f"Received: temperature={self.temperature}"
             )
         if self.top_k is not None and (isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 1):
-            raise ValueError(f"top_k must be a whole number of 1 or more, or None for all. Received: top_k={self.top_k}")
+            raise ValueError(f"top_k must be a whole number of 1 or more, or None. Received: top_k={self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (1 keeps all). Received: top_p={self.top_p}")
 
@@ -194,9 +195,7 @@ def sampling_from_config(generation_config: Mapping[str, Any] | None) -> Samplin
         return default if value is None else value
 
     # transformers writes top_k=0 for "keep all".
-    return Sampling(
-        temperature=given("temperature", 1.0), top_k=given("top_k", 50) or None, top_p=given("top_p", 1.0)
-    )
+    return Sampling(temperature=given("temperature", 1.0), top_k=given("top_k", 50) or None, top_p=given("top_p", 1.0))
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ class TextGeneration:
     variables: Any
     tokenizer: Tokenizer | None
     mesh: Mesh
-    layout: Layout = Layout()
+    layout: Layout
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(
@@ -65,8 +65,8 @@ class TextGeneration:
             strip_prompt: Leave the prompt out of strings and ids.
 
         Returns:
-            The kind that was given: a string with its continuation, a chat's reply, or ids, the stop token included. One
-            result for one prompt, a list for a list.
+            The kind that was given: a string with its continuation, a chat's reply, or ids, the stop token included.
+            One result for one prompt, a list for a list.
 
         Raises:
             TypeError: If the inputs are none of these kinds.
@@ -126,8 +126,8 @@ def pipeline(
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
-                f"The model is loaded already, so {', '.join(given)} would change nothing. Pass the source's name instead, or "
-                "give these to load_pretrained."
+                f"The model is loaded already, so {', '.join(given)} would change nothing. "
+                "Pass the source's name instead, or give these to load_pretrained."
             )
         loaded = source
     else:

@@ -104,7 +104,7 @@ class RotarySpec:
         return width
 
 
-Tables = tuple[Float[Array, "B T H/2"], Float[Array, "B T H/2"]]
+Tables = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
 
 
 def rotary_tables(spec: RotarySpec, head_dim: int, positions: Int[Array, "B T"]) -> Tables:

@@ -128,22 +128,30 @@ def _gathered(weight: Array, names: tuple[str | None, ...]) -> Array:
     whole = PartitionSpec(*(_without(axes, GATHERED_AXES) for axes in stored))
     if whole == stored:
         return weight
-    return checkpoint_name(_resharded(weight, NamedSharding(mesh, whole), NamedSharding(mesh, stored)), GATHERED)
+    if weight.ndim == 1:
+        # Scales and biases are stored whole where they are below the layout's min_shard, which a model does not know.
+        # Pinned whole they cost nothing then, and a gather where they are stored in parts.
+        return checkpoint_name(jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, whole)), GATHERED)
+    return checkpoint_name(_resharded(weight, NamedSharding(mesh, stored), NamedSharding(mesh, whole)), GATHERED)
+
+
+def _gather(weight: Array, stored: NamedSharding, whole: NamedSharding) -> Array:
+    # Naming the stored parts first puts the gather behind the loop's slice of the bank. Without it XLA gathers the
+    # slice [1, ...] and, to lay the gathered dimension out first, copies each device's part of the whole bank.
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(weight, stored), whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _resharded(weight: Array, forward: NamedSharding, backward: NamedSharding) -> Array:
-    # Naming the stored parts first puts the gather behind the loop's slice of the bank. Without it XLA gathers the slice
-    # [1, ...] and, to lay the gathered dimension out first, copies each device's part of the whole bank before the loop.
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(weight, backward), forward)
+def _resharded(weight: Array, stored: NamedSharding, whole: NamedSharding) -> Array:
+    return _gather(weight, stored, whole)
 
 
-def _resharded_forward(weight, forward, backward):
-    return _resharded(weight, forward, backward), None
+def _resharded_forward(weight, stored, whole):
+    return _gather(weight, stored, whole), None
 
 
-def _resharded_backward(forward, backward, residuals, cotangent):
-    return (jax.lax.with_sharding_constraint(cotangent, backward),)
+def _resharded_backward(stored, whole, residuals, cotangent):
+    return (jax.lax.with_sharding_constraint(cotangent, stored),)
 
 
 _resharded.defvjp(_resharded_forward, _resharded_backward)
@@ -154,8 +162,8 @@ def route_lookup_gradient(
 ) -> Float[Array, "B T D"]:
     """Send the gradient of looked-up rows to the devices that store their columns of the table.
 
-    The table's gradient scatters the rows' gradient. Its columns go to their owners by an all-to-all over the axes that
-    store them; left alone, GSPMD gathers the whole batch's gradient on every device of a data and fsdp mesh.
+    The table's gradient scatters the rows' gradient. Its columns go to their owners by an all-to-all over the axes
+    that store them; left alone, GSPMD gathers the whole batch's gradient on every device of a data and fsdp mesh.
 
     Args:
         rows: Rows of the table, one per token.

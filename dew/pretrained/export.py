@@ -1,7 +1,7 @@
 """Write a model as a Hugging Face checkpoint directory that transformers and `load_pretrained` read.
 
-Entry point: `save_pretrained`. Tensors are written one at a time from the sharded arrays; the directory appears under its
-name only when it is complete.
+Entry point: `save_pretrained`. Tensors are written one at a time from the sharded arrays; the directory appears
+under its name only when it is complete.
 """
 
 import contextlib

@@ -39,7 +39,7 @@ SCALARS = {
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in the file: outermost dimension first, ggml type number, bytes from the start of the data."""
+    """Where a tensor lies in the file: outermost dimension first, ggml type, bytes from the start of the data."""
 
     shape: tuple[int, ...]
     ggml_type: int
@@ -70,7 +70,8 @@ class GgufFile:
         version = cursor.number("<I")
         if version not in VERSIONS:
             raise CheckpointError(
-                f"{path} is GGUF version {version}; versions {VERSIONS} in little-endian order are read. Convert it again."
+                f"{path} is GGUF version {version}; versions {VERSIONS} in little-endian order are read. "
+                "Convert it again."
             )
         num_tensors, num_keys = cursor.number("<Q"), cursor.number("<Q")
         if num_tensors > MAX_TENSORS or num_keys > MAX_METADATA_KEYS:
@@ -146,12 +147,12 @@ class GgufSource:
             block = block_sizes.get(tensor.ggml_type)
             if block is None:
                 raise CheckpointError(
-                    f"{file.path}: tensor {stored_name!r} has ggml type {tensor.ggml_type}, which the installed gguf package "
-                    "cannot dequantise. Upgrade gguf, or convert the file to a type such as Q8_0."
+                    f"{file.path}: tensor {stored_name!r} has ggml type {tensor.ggml_type}, which the installed gguf "
+                    "package cannot dequantise. Upgrade gguf, or convert the file to a type such as Q8_0."
                 )
             if not tensor.shape or tensor.shape[-1] % block[0]:
                 raise CheckpointError(
-                    f"{file.path}: tensor {stored_name!r} of shape {tensor.shape} does not consist of blocks of {block[0]}."
+                    f"{file.path}: tensor {stored_name!r} of shape {tensor.shape} is not made of blocks of {block[0]}."
                 )
             if name in self._tensors:
                 raise CheckpointError(f"{file.path}: two tensors map to {name!r}.")

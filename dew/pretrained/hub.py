@@ -1,7 +1,7 @@
 """Where a checkpoint comes from: a directory, a GGUF file, or a repository of the Hugging Face Hub.
 
-Entry point: `locate`. From the Hub only the files that are needed are fetched, through `huggingface_hub` with its cache,
-tokens, resumption and offline mode.
+Entry point: `locate`. From the Hub only the files that are needed are fetched, through `huggingface_hub` with its
+cache, tokens, resumption and offline mode.
 """
 
 import errno
@@ -31,8 +31,8 @@ def locate(source: str | Path, revision: str | None = None, *, weights: bool = T
     """Find a checkpoint on this machine, fetching it from the Hub when it is named there.
 
     Args:
-        source: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[/file.gguf][@revision]`. A path that
-            exists is taken before a repository of the same name.
+        source: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[/file.gguf][@revision]`. A path
+            that exists is taken before a repository of the same name.
         revision: Branch, tag or commit of the repository.
         weights: Whether the weights are needed too; without them a download is a few megabytes.
 
@@ -95,8 +95,8 @@ def _fetch(repository: str, revision: str | None, files: Sequence[str]) -> Path:
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ConnectionError(
-            f"{where} is not in the cache and the Hub cannot be reached (offline, or HF_HUB_OFFLINE is set). Connect, or "
-            "pass a local directory."
+            f"{where} is not in the cache and the Hub cannot be reached (offline, or HF_HUB_OFFLINE is set). Connect, "
+            "or pass a local directory."
         ) from error
     except OSError as error:
         if error.errno == errno.ENOSPC:

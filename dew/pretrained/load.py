@@ -174,8 +174,8 @@ def describe(
     arguments = family.translate(Fields(config, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
         raise CheckpointError(
-            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {arguments['vocab_size']}. They do not "
-            "belong together."
+            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {arguments['vocab_size']}. They do "
+            "not belong together."
         )
     module = CausalTransformer(
         **arguments,
@@ -348,6 +348,6 @@ def _check_tied(source: TensorSource, todo: tuple[Recipe, ...], where: str) -> N
             source.release(name)
     if not same:
         raise CheckpointError(
-            f"{where}: the config ties the head to {table}, but the file holds another lm_head.weight; nothing was loaded. "
-            "If the head is meant to be its own, set tie_word_embeddings to false in config.json."
+            f"{where}: the config ties the head to {table}, but the file holds another lm_head.weight; nothing was "
+            "loaded. If the head is meant to be its own, set tie_word_embeddings to false in config.json."
         )

@@ -20,7 +20,7 @@ from dew.pretrained.recipe import Recipe
 from dew.pretrained.source import TensorSource
 
 ALIGNMENT = 64
-"""The CPU backend keeps a host buffer of this alignment as it is; any other is copied, and the heap keeps the copy's space."""
+"""Bytes. The CPU backend takes such a host buffer over as it is; any other is copied, and the heap keeps the space."""
 PIECE_BYTES = 4 * 2**20
 STAGING_BYTES = 256 * 2**20
 MAX_THREADS = 8
@@ -227,7 +227,7 @@ def copy_tiled(target: np.ndarray, values: np.ndarray) -> None:
 
 
 def converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast values; bfloat16 widens to float32 by a shift of its bits, which is exact and runs without the interpreter lock."""
+    """Cast values; bfloat16 widens to float32 by a shift of its bits, exact and without the interpreter lock."""
     if values.dtype == dtype:
         return values
     if values.dtype == jnp.bfloat16 and dtype == np.float32:

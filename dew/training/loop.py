@@ -34,7 +34,7 @@ class StepResult:
 
     step: int
     statistics: dict[str, Ratio]
-    applied: jax.Array
+    applied: Any
 
     def is_ready(self) -> bool:
         """Say whether the numbers can be read without waiting."""

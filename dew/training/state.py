@@ -16,8 +16,7 @@ from dew.objectives.base import Ratio
 from dew.training.optimizer import assign_learning_rate, read_learning_rate
 
 
-@struct.dataclass
-class Accumulator:
+class Accumulator(struct.PyTreeNode):
     """Sums over the open accumulation window.
 
     Attributes:
@@ -30,8 +29,7 @@ class Accumulator:
     loss: Ratio
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """One moment of a training run.
 
     Attributes:
@@ -41,16 +39,17 @@ class TrainState:
         variables: All collections of the module, "params" among them.
         opt_state: State of the optimizer.
         key: Raw data of the run's root random key; it never changes.
-        accumulator: Sums of the open window; None when every batch is an update.
+        accumulator: An `Accumulator`, the sums of the open window; None when every batch is an update.
     """
 
-    step: jax.Array
-    microstep: jax.Array
-    updates: jax.Array
-    variables: dict[str, Any]
+    # The same structure also holds shapes or shardings in place of arrays.
+    step: Any
+    microstep: Any
+    updates: Any
+    variables: Any
     opt_state: Any
-    key: jax.Array
-    accumulator: Accumulator | None
+    key: Any
+    accumulator: Any = None
 
     @property
     def params(self) -> Any:

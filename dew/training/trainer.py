@@ -23,7 +23,7 @@ from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh
-from dew.placement.partition import data_partition, shard_batch
+from dew.placement.partition import batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
@@ -212,6 +212,33 @@ class Trainer:
         """
         return shard_batch(self.mesh, self.objective.prepare(batch))
 
+    def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Trace the training step for the shapes of a batch, without making or running anything.
+
+        Args:
+            batch: A host batch as the objective's `prepare` reads it.
+
+        Returns:
+            The lowered step; its `compile()` tells the memory and the collectives it takes.
+
+        Raises:
+            ValueError: If the objective refuses the batch.
+            LayoutRefused: If the layout leaves too much whole on this mesh.
+        """
+        rows, count = batch_sharding(self.mesh), data_partition(self.mesh).count
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=rows)
+
+        state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self._abstract_state,
+            self._shardings,
+        )
+        step = self._update if self.accumulation == 1 else self._commit
+        with self.context():
+            return step.lower(state, jax.tree.map(shape, self.objective.prepare(batch)))
+
     def fit(
         self,
         dataset: Any,
@@ -313,21 +340,28 @@ class Trainer:
     def _fresh(self, variables: Any) -> TrainState:
         shardings = self._shardings
         seed = jax.random.key(self.key)
-        run_key = jax.random.key_data(jax.random.fold_in(seed, 1))
         with self.context():
             if variables is None:
-                initialise = jax.jit(lambda key: plain(self.objective.init(key)), out_shardings=shardings.variables)
-                variables = initialise(jax.random.fold_in(seed, 0))
+                variables = self._initialise(jax.random.fold_in(seed, 0))
             else:
                 variables = place_variables(variables, self._abstract_state.variables, shardings.variables)
+            rest = self._make_rest(variables["params"], jax.random.key_data(jax.random.fold_in(seed, 1)))
+            return rest.replace(variables=variables)
 
-            def rest(params: Any, key: jax.Array) -> TrainState:
-                state = new_state({"params": params}, self.optimizer, key, accumulation=self.accumulation)
-                # A copy, or an optimizer that keeps the parameters would share their donated memory.
-                return jax.tree.map(jnp.copy, state.replace(variables={}))
+    @functools.cached_property
+    def _initialise(self) -> Any:
+        return jax.jit(lambda key: plain(self.objective.init(key)), out_shardings=self._shardings.variables)
 
-            make_rest = jax.jit(rest, out_shardings=shardings.replace(variables={}))
-            return make_rest(variables["params"], run_key).replace(variables=variables)
+    @functools.cached_property
+    def _make_rest(self) -> Any:
+        """Compile the function that makes all of a state but its variables."""
+
+        def rest(params: Any, key: jax.Array) -> TrainState:
+            state = new_state({"params": params}, self.optimizer, key, accumulation=self.accumulation)
+            # A copy, or an optimizer that keeps the parameters would share their donated memory.
+            return jax.tree.map(jnp.copy, state.replace(variables={}))
+
+        return jax.jit(rest, out_shardings=self._shardings.replace(variables={}))
 
     def _placed_state(self, state: TrainState) -> TrainState:
         """Move the leaves of an assigned state that are not where the steps expect them."""

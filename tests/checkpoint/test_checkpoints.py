@@ -101,7 +101,7 @@ def test_nothing_is_made_before_the_first_save(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.latest() is None
     checkpoints.wait()
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint in .*run"):
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in .*run"):
         checkpoints.manifest()
     assert not (tmp_path / "run").exists()
 

@@ -132,5 +132,7 @@ def test_wrong_data_and_batches_are_refused():
         Dataset.from_records(3, batch=2)
     with pytest.raises(ValueError, match="Received: batch=0"):
         Dataset.from_records(numbers(3), batch=0)
-    with pytest.raises(ValueError, match="6 rows does not divide into 4 equal shares. Use a multiple of 4, such as 8"):
+    with pytest.raises(
+        ValueError, match=r"6 rows does not divide into 4 equal shares\. Use a multiple of 4, such as 8"
+    ):
         Dataset.from_records(numbers(30), batch=6).train(DataPartition(0, 4))

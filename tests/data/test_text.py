@@ -144,10 +144,11 @@ def test_files_of_two_models_are_refused(tmp_path):
 
 
 def test_wrong_inputs_are_refused():
-    with pytest.raises(TypeError, match="must be a str. Received: int 3"):
+    with pytest.raises(TypeError, match=r"must be a str\. Received: int 3"):
         TOKENIZER.encode(3)
-    with pytest.raises(ValueError, match=r"lie in \[0, 320\). Received: 320"):
-        TOKENIZER.decode([320])
+    size = TOKENIZER.vocab_size
+    with pytest.raises(ValueError, match=rf"lie in \[0, {size}\)\. Received: {size}"):
+        TOKENIZER.decode([size])
     bare = metadata()
     del bare["tokenizer.chat_template"]
     with pytest.raises(ValueError, match="has no chat template"):

@@ -1,5 +1,7 @@
 """A small byte-level vocabulary as GGUF metadata, and a slow reading of byte-pair merging to compare with."""
 
+import itertools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -57,8 +59,6 @@ def metadata(**changes: Any) -> dict[str, Any]:
 
 
 def _parts(model: str) -> tuple[dict[str, int], list[str]]:
-    import json
-
     state = json.loads(model)
     return state["vocab"], [" ".join(merge) if isinstance(merge, list) else merge for merge in state["merges"]]
 
@@ -82,7 +82,7 @@ def slow_ids(text: str, fields: dict[str, Any]) -> Iterator[int]:
         parts = [letters[byte] for byte in piece.encode()]
         while len(parts) > 1:
             pairs = [
-                (ranks.get((left, right), len(ranks)), at) for at, (left, right) in enumerate(zip(parts, parts[1:]))
+                (ranks.get((left, right), len(ranks)), at) for at, (left, right) in enumerate(itertools.pairwise(parts))
             ]
             rank, at = min(pairs)
             if rank == len(ranks):

@@ -1,4 +1,4 @@
-"""Generated tokens depend on the prompt, the weights and the key: not on the mesh, the batch, the padding or the cache."""
+"""Generated tokens depend on the prompt, the weights and the key: not on the mesh, the batch, padding or the cache."""
 
 import functools
 
@@ -30,7 +30,7 @@ CONTEXT = 96
 @functools.cache
 def model():
     """A decoder whose greedy continuations wander: initial weights alone repeat one token."""
-    module = tiny_decoder(max_length=CONTEXT)
+    module = tiny_decoder(max_length=CONTEXT, num_layers=2)
     boxed = jax.jit(module.init)(jax.random.key(1), jnp.zeros((1, 4), jnp.int32))
     return module, boxed, jax.tree.map(lambda leaf: leaf * 16 if leaf.ndim > 2 else leaf, nn.meta.unbox(boxed))
 
@@ -63,8 +63,8 @@ def slow_greedy(prompt, count):
     return tuple(row[len(prompt) :])
 
 
-PROMPTS = prompts_of([5, 17, 1, 33, 40, 8])
-SAMPLERS = [Greedy(), Temperature(0.9), TopK(k=7), TopP(p=0.8, temperature=1.3)]
+PROMPTS = prompts_of([5, 17, 1, 30, 22, 8])
+SAMPLERS = [Greedy(), TopP(p=0.9, temperature=1.3, k=30)]
 
 
 def test_greedy_is_the_full_forward_repeated():
@@ -111,13 +111,20 @@ def test_a_row_in_a_ragged_batch_is_the_row_alone(sampler):
 def test_every_mesh_gives_the_tokens_of_one_device(name):
     module, variables, mesh = placed(MESHES[name])
     if name != "data8":
-        whole = [path for path, leaf in named_leaves(variables).items() if leaf.size >= 4096 and not any(leaf.sharding.spec)]
+        whole = [
+            path for path, leaf in named_leaves(variables).items() if leaf.size >= 2048 and not any(leaf.sharding.spec)
+        ]
         # Four query heads do not divide over eight tensor shards: there attention stays whole.
         assert [path for path in whole if name != "tensor8" or "self_attn" not in path] == []
     greedy = generate(module, variables, PROMPTS, max_new_tokens=24, mesh=mesh, layout=LAYOUT)
     assert greedy.tokens == tuple(slow_greedy(prompt, 24) for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["tensor8", "data2_fsdp2_tensor2"])
+def test_draws_do_not_depend_on_the_mesh(name):
+    module, variables, _ = placed(MESHES[name])
     one, drawn = (
-        generate(module, weights, PROMPTS, max_new_tokens=12, sampling=TopP(p=0.9), key=3)
+        generate(module, weights, PROMPTS, max_new_tokens=12, sampling=SAMPLERS[1], key=3)
         for weights in (model()[2], variables)
     )
     assert drawn == one
@@ -212,8 +219,16 @@ def test_a_prompt_may_fill_the_context_to_its_last_token():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"prompts": prompts_of([CONTEXT])}, ValueError, "Prompt 0 has 96 tokens, which leaves no room .* context of 96. Shorten it to 95"),
-        ({"prompts": prompts_of([4, 90])}, ValueError, "Prompt 1 has 90 tokens; with max_new_tokens=8 .* Use max_new_tokens=6 or fewer"),
+        (
+            {"prompts": prompts_of([CONTEXT])},
+            ValueError,
+            "Prompt 0 has 96 tokens, which leaves no room .* context of 96. Shorten it to 95",
+        ),
+        (
+            {"prompts": prompts_of([4, 90])},
+            ValueError,
+            "Prompt 1 has 90 tokens; with max_new_tokens=8 .* Use max_new_tokens=6 or fewer",
+        ),
         ({"prompts": [[1], []]}, ValueError, "Prompt 1 is empty"),
         ({"prompts": []}, ValueError, "at least one prompt"),
         ({"prompts": [[1, VOCAB_SIZE]]}, ValueError, "Prompt 0 holds token id 64, outside the vocabulary of 64"),

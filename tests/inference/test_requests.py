@@ -2,29 +2,9 @@
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
 
-from dew.data.text import Tokenizer
 from dew.inference.requests import Prompts, continuation, stop_ids, token_budgets
-
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
-
-
-def byte_tokenizer(*, closes: bool = False) -> Tokenizer:
-    """A token per byte, `<s>` and `</s>`; texts open with `<s>` and, where asked, close with `</s>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    single = "<s> $A </s>" if closes else "<s> $A"
-    tokens = [("<s>", 256), ("</s>", 257)]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
-    return Tokenizer(backend=backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, chat_template=TEMPLATE)
-
-
-CHAT = [{"role": "user", "content": "hi"}]
+from tests.inference.tiny_text import CHAT, byte_tokenizer
 
 
 def test_texts_give_texts():
@@ -88,7 +68,7 @@ def test_other_kinds_are_refused(inputs, error, message):
 
 @pytest.mark.parametrize("inputs", ["a", CHAT])
 def test_text_without_a_tokenizer_is_refused(inputs):
-    with pytest.raises(ValueError, match="without a tokenizer.*Give lists of ids"):
+    with pytest.raises(ValueError, match=r"without a tokenizer.*Give lists of ids"):
         Prompts.of(inputs, None)
 
 
@@ -130,5 +110,5 @@ def test_stop_ids():
     assert stop_ids([4, 4, 3], None, {}) == (4, 3)
     with pytest.raises(ValueError, match="needs a tokenizer or a checkpoint that names its end token"):
         stop_ids("auto", None, {})
-    with pytest.raises(ValueError, match="must be 'auto', None or a list of ids. Received: stop_token_ids='end'"):
+    with pytest.raises(ValueError, match=r"must be 'auto', None or a list of ids. Received: stop_token_ids='end'"):
         stop_ids("end", tokenizer, {})

@@ -74,9 +74,7 @@ def test_ties_and_small_vocabularies_follow_the_sort(values, top_k, top_p):
     sampling = Sampling(top_k=top_k, top_p=top_p)
     logits = np.zeros((1, 16), np.float32) - 50
     logits[0, : len(values)] = values
-    np.testing.assert_array_equal(
-        np.isfinite(restricted(logits, sampling))[0], allowed_tokens(logits[0], sampling)
-    )
+    np.testing.assert_array_equal(np.isfinite(restricted(logits, sampling))[0], allowed_tokens(logits[0], sampling))
 
 
 def test_kept_logits_are_the_logits_over_the_temperature():
@@ -90,13 +88,19 @@ def test_kept_logits_are_the_logits_over_the_temperature():
 def test_greedy_takes_the_first_of_the_largest():
     logits = jnp.asarray([[0.0, 3.0, 3.0, 1.0], [5.0, -1.0, 5.0, 5.0]])
     sampling = as_sampling(Greedy())
-    tokens = draw_tokens(logits, sampling.kind, jnp.asarray(sampling.numbers), jax.random.key(0), jnp.arange(2), jnp.arange(2))
+    tokens = draw_tokens(
+        logits, sampling.kind, jnp.asarray(sampling.numbers), jax.random.key(0), jnp.arange(2), jnp.arange(2)
+    )
     assert tokens.tolist() == [1, 0]
 
 
 def draws(logits, sampling, key, rows, positions):
     stacked = jnp.broadcast_to(jnp.asarray(logits), (len(rows), len(logits)))
-    return np.asarray(draw_tokens(stacked, sampling.kind, jnp.asarray(sampling.numbers), key, jnp.asarray(rows), jnp.asarray(positions)))
+    return np.asarray(
+        draw_tokens(
+            stacked, sampling.kind, jnp.asarray(sampling.numbers), key, jnp.asarray(rows), jnp.asarray(positions)
+        )
+    )
 
 
 @pytest.mark.parametrize("sampler", [Temperature(0.8), TopK(k=3), TopP(p=0.8, temperature=1.5)], ids=repr)
@@ -104,7 +108,12 @@ def test_frequencies_are_the_probabilities(sampler):
     sampling = as_sampling(sampler)
     logits = np.asarray([1.0, 0.2, -0.4, 2.0, 0.0, -3.0], np.float32)
     count = 20_000
-    got = np.bincount(draws(logits, sampling, jax.random.key(7), np.zeros(count, np.int32), np.arange(count)), minlength=6) / count
+    got = (
+        np.bincount(
+            draws(logits, sampling, jax.random.key(7), np.zeros(count, np.int32), np.arange(count)), minlength=6
+        )
+        / count
+    )
     weights = np.where(allowed_tokens(logits, sampling), np.exp(logits / sampling.temperature), 0)
     # Four standard deviations of the widest frequency at 20,000 draws is 0.014.
     np.testing.assert_allclose(got, weights / weights.sum(), atol=0.014)
@@ -156,5 +165,7 @@ def test_generation_config_is_read_as_transformers_reads_it():
         temperature=0.6, top_p=0.9
     )
     assert sampling_from_config({"repetition_penalty": 1.0, "num_beams": 1}).kind.is_greedy
-    with pytest.raises(ValueError, match=r"sets repetition_penalty=1.1, which this version does not apply.*Pass sampling="):
+    with pytest.raises(
+        ValueError, match=r"sets repetition_penalty=1.1, which this version does not apply.*Pass sampling="
+    ):
         sampling_from_config({"repetition_penalty": 1.1})

@@ -9,7 +9,7 @@ from flax import linen as nn
 from dew.inference import Greedy, TextGeneration, TopK, generate, pipeline
 from dew.placement import LayoutRefused, MeshSpec
 from dew.pretrained import load_pretrained, save_pretrained
-from tests.inference.test_requests import CHAT, byte_tokenizer
+from tests.inference.tiny_text import CHAT, byte_tokenizer
 from tests.tiny import tiny_decoder
 
 PROMPTS = ["to be, or", "a", "once upon a time there was"]
@@ -36,7 +36,9 @@ def test_every_kind_gives_what_the_engine_gives(checkpoint, mesh):
     assert task(ids) == [list(row) for row in want.sequences]
     texts = task(PROMPTS)
     assert [text.startswith(prompt) for text, prompt in zip(texts, PROMPTS, strict=True)] == [True] * 3
-    assert texts == [prompt + tokenizer.decode([t for t in row if t < 256]) for prompt, row in zip(PROMPTS, want.tokens, strict=True)]
+    assert texts == [
+        prompt + tokenizer.decode([t for t in row if t < 256]) for prompt, row in zip(PROMPTS, want.tokens, strict=True)
+    ]
     assert task(PROMPTS, strip_prompt=True)[1] == texts[1].removeprefix(PROMPTS[1])
     reply = generate(module, variables, [tokenizer.chat(CHAT)], max_new_tokens=12, stop_token_ids=[257]).tokens[0]
     assert task(CHAT) == tokenizer.decode([t for t in reply if t < 256])
@@ -58,7 +60,7 @@ def test_limits_stops_and_draws_pass_through(checkpoint):
 def test_what_cannot_run_is_refused(checkpoint):
     directory = checkpoint[0]
     task = pipeline(directory)
-    with pytest.raises(ValueError, match="context of 128. Shorten it to 127 tokens or fewer"):
+    with pytest.raises(ValueError, match=r"context of 128. Shorten it to 127 tokens or fewer"):
         task("x" * 200)
     with pytest.raises(ValueError, match="loaded already, so mesh, dtype would change nothing"):
         pipeline(load_pretrained(directory), mesh=MeshSpec(fsdp=8), dtype="float32")

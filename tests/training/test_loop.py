@@ -156,6 +156,16 @@ def test_single_losses_that_are_not_finite_are_skipped():
     assert int(loop.state.updates) == 3
 
 
+def test_a_window_with_a_loss_that_is_not_finite_updates_nothing_and_the_next_one_starts_clean():
+    run = line_trainer(accumulation=2)
+    loop = run.loop(run.place())
+    good = jax.device_get(loop.state.variables)
+    list(loop.run([batch(np.nan), batch()]))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loop.state.params), good["params"])
+    assert [bool(result.applied) for result in loop.run([batch(), batch()])] == [False, True]
+    assert int(loop.state.updates) == 1
+
+
 def test_a_refused_batch_changes_nothing():
     run = Trainer(LanguageModel(tiny_decoder(num_layers=2)), "adamw")
     loop = run.loop(run.place())

@@ -289,6 +289,9 @@ class CausalTransformer(nn.Module):
                 x, _ = checkpointed(block, self.remat, in_loop=False)(x, weights)
             else:
                 x, _ = jax.lax.scan(checkpointed(block, self.remat, in_loop=True), x, weights)
+            # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way back,
+            # GSPMD carries that split into every block and gathers weights and activations there.
+            x = constrain(x, RESIDUAL_NAMES)
         return x
 
     def _run_cached_layers(

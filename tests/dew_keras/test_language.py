@@ -1,0 +1,237 @@
+"""Language models through Keras' verbs: one loss for any batch, mesh or accumulation, and text in, text out."""
+
+import math
+import re
+
+import flax.linen as nn
+import jax
+import keras
+import numpy as np
+import pytest
+from tests.dew_keras.texts import tiny_language_module, tiny_tokenizer
+from tests.tiny import tiny_batch
+
+import dew_keras
+from dew.placement.memory import live_bytes_per_device
+from dew.tree import named_leaves
+
+SPLIT_ALL = dew_keras.Layout(min_shard=1, tolerance=0)
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in [("hi", "hello there"), ("who?", "me"), ("what is it?", "a test."), ("why", "why not")]
+]
+
+
+def language_model(mesh=None, seed=0, **arguments):
+    model = dew_keras.Model(tiny_language_module(), tiny_tokenizer(), seed=seed)
+    arguments = {"optimizer": keras.optimizers.SGD(0.1), **arguments}
+    model.compile(mesh={"fsdp": 4, "tensor": 2} if mesh is None else mesh, layout=SPLIT_ALL, **arguments)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Loss of the batch below, token by token, with nothing but the logits."""
+    batch = tiny_batch(rows=7, length=12, seed=3)
+    model = language_model({"data": 8})
+    logits = model.predict(batch["tokens"][:, :-1], verbose=0)
+    scores = np.asarray(nn.log_softmax(logits.astype("float64")))
+    mask = batch["loss_mask"][:, 1:]
+    picked = np.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+    return batch, -(picked * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 7])
+def test_one_loss_and_one_perplexity_for_every_batch_size_and_mesh(reference, mesh, batch_size):
+    batch, loss = reference
+    logs = language_model(mesh).evaluate(batch, batch_size=batch_size, verbose=0, return_dict=True)
+    assert logs["loss"] == pytest.approx(loss, rel=1e-5)
+    assert logs["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_accumulation_is_one_batch_of_all_rows():
+    batch = tiny_batch(rows=8, length=12, seed=4)
+    whole, parts = language_model(), language_model(accumulation=2)
+    want = whole.fit(batch, batch_size=8, epochs=2, verbose=0, shuffle=False).history
+    got = parts.fit(batch, batch_size=4, epochs=2, verbose=0, shuffle=False).history
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+    for ours, theirs in zip(parts.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_every_mesh_trains_alike_and_really_splits():
+    batch = tiny_batch(rows=10, length=12, seed=5)
+    histories = []
+    for mesh in ({"data": 8}, {"fsdp": 8}, {"tensor": 2, "fsdp": 2}):
+        model = language_model(mesh)
+        histories.append(model.fit(batch, batch_size=4, epochs=2, verbose=0, validation_data=batch).history)
+        used = [axis for axis in ("fsdp", "tensor") if mesh.get(axis, 1) > 1]
+        for path, leaf in named_leaves(model.variables).items():
+            if leaf.size >= 1024 and leaf.ndim > 1:
+                for axis in used:
+                    assert axis in str(leaf.sharding.spec), (path, leaf.sharding.spec)
+    for history in histories[1:]:
+        for name, values in histories[0].items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        ["hello there", "a b c", "what is it?"],
+        {"prompts": ["hi ", "who "], "responses": ["there", "me"]},
+        CHATS,
+        tiny_batch(rows=3)["tokens"],
+        tiny_batch(rows=3),
+    ],
+    ids=["texts", "prompts", "chats", "rows", "dict"],
+)
+def test_every_form_of_input_trains_and_evaluates(inputs, capsys):
+    model = language_model(optimizer="adam")
+    history = model.fit(inputs, batch_size=4, epochs=2, validation_data=inputs).history
+    assert history["loss"][1] < history["loss"][0]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.match(r"fit: \d documents in \d rows, sequence length \d+, packing off, no tokens cut off, \d+ scored", first)
+    assert model.evaluate(inputs, verbose=0)[0] == pytest.approx(history["val_loss"][1], rel=1e-6)
+
+
+def test_the_first_line_of_fit_tells_what_was_cut(capsys):
+    model = language_model(sequence_length=4)
+    model.fit(["hello there", "abc"], batch_size=4, epochs=1)
+    out = capsys.readouterr().out
+    assert "sequence length 4" in out.splitlines()[0]
+    assert "7 tokens cut off 1 documents" in out.splitlines()[0]
+
+
+def test_batches_come_from_iterables_and_generators():
+    batch = tiny_batch(rows=8)
+
+    def stream():
+        for start in (0, 4):
+            yield {name: value[start : start + 4] for name, value in batch.items()}
+
+    class Again:
+        def __iter__(self):
+            return stream()
+
+    whole = language_model().fit(batch, batch_size=4, epochs=2, verbose=0, shuffle=False).history["loss"]
+    assert language_model().fit(Again(), epochs=2, verbose=0).history["loss"] == pytest.approx(whole, rel=1e-6)
+    with pytest.raises(ValueError, match=r"spent.*steps_per_epoch"):
+        language_model().fit(stream(), epochs=2, verbose=0)
+
+
+def test_a_keras_loss_on_logits_trains_a_language_model():
+    batch = tiny_batch(rows=8, seed=2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    model = language_model(loss=loss, weighted_metrics=["sparse_categorical_accuracy"])
+    want = language_model().evaluate(batch, batch_size=8, verbose=0)[0]
+    got = model.evaluate(batch, batch_size=8, verbose=0, return_dict=True)
+    assert got["loss"] == pytest.approx(want, rel=1e-5)
+    assert model.fit(batch, batch_size=8, epochs=2, verbose=0).history["loss"][1] < want
+
+
+def test_generate_returns_the_kind_it_is_given():
+    model = dew_keras.Model(tiny_language_module(), tiny_tokenizer())
+    arguments = {"max_new_tokens": 3, "stop_token_ids": []}
+    assert isinstance(model.generate("hi", **arguments), str)
+    assert model.generate("hi", **arguments).startswith("hi")
+    texts = model.generate(["hi", "hello"], **arguments)
+    assert texts[0] == model.generate("hi", **arguments)
+    assert model.generate("hi", strip_prompt=True, **arguments) == texts[0][2:]
+    ids = model.generate([[5, 6], [7, 8, 9]], **arguments)
+    assert [len(row) for row in ids] == [5, 6]
+    assert isinstance(model.generate(CHATS[0][:1], **arguments), str)
+    assert len(model.generate([chat[:1] for chat in CHATS], **arguments)) == 4
+    assert not model.compiled, "generate works before compile"
+
+
+def test_generated_tokens_do_not_depend_on_the_mesh_and_follow_the_seed():
+    meshes = ({"data": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 4, "data": 2})
+    greedy = [language_model(mesh).generate([[5, 6, 7]], max_new_tokens=6, stop_token_ids=[]) for mesh in meshes]
+    assert greedy[0] == greedy[1] == greedy[2]
+    model = language_model(sampler="random")
+    draw = {"max_new_tokens": 12, "stop_token_ids": []}
+    assert model.generate([[5]], seed=3, **draw) == model.generate([[5]], seed=3, **draw)
+    assert model.generate([[5]], seed=3, **draw) != model.generate([[5]], seed=4, **draw)
+    assert model.generate([[5]], **draw) != model.generate([[5]], **draw)
+
+
+def test_max_length_counts_prompt_and_answer():
+    model = language_model()
+    assert len(model.generate([[5, 6, 7]], 8, [])[0]) == 8
+    with pytest.raises(ValueError, match="not both"):
+        model.generate([[5]], 8, max_new_tokens=2)
+    with pytest.raises(ValueError, match="context"):
+        model.generate([[5] * 65], max_new_tokens=1)
+
+
+def test_masters_and_moments_are_made_by_the_first_fit_only():
+    model = dew_keras.Model(tiny_language_module(dtype="bfloat16", param_dtype="bfloat16"), tiny_tokenizer())
+    model.compile(mesh={"fsdp": 8}, layout=SPLIT_ALL)
+    batch = tiny_batch(rows=8)
+    model.generate([[5]], max_new_tokens=2)
+    model.evaluate(batch, verbose=0)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.variables)} == {"bfloat16"}
+    before = sum(live_bytes_per_device().values())
+    model.fit(batch, batch_size=8, verbose=0)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.variables)} == {"float32"}
+    assert sum(live_bytes_per_device().values()) > 2 * before
+    model.generate([[5]], max_new_tokens=2)
+
+
+def test_summary_says_what_each_axis_splits_and_what_it_costs(capsys):
+    model = dew_keras.Model(tiny_language_module(), tiny_tokenizer())
+    model.compile(mesh={"fsdp": 4, "tensor": 2}, layout=SPLIT_ALL)
+    model.summary()
+    out = capsys.readouterr().out
+    assert "fsdp=4 splits" in out
+    assert "tensor=2 splits embed_tokens, mlp, self_attn" in out
+    assert re.search(r"kB per device of .* kB", out)
+    lines = []
+    model.summary(print_fn=lines.append, expand_nested=True)
+    assert "mlp/gate_proj/kernel" in lines[0]
+
+
+def test_a_high_rate_on_pretrained_weights_warns():
+    model = dew_keras.Model.from_preset("tests/fixtures/llama")
+    with pytest.warns(UserWarning, match="0.01 is high for pretrained weights"):
+        model.compile(optimizer=keras.optimizers.Adam(0.01))
+    model.compile()
+    assert float(model.optimizer.learning_rate.value) == pytest.approx(2e-5)
+
+
+def test_a_preset_costs_nothing_until_a_mesh_is_known(tmp_path):
+    model = dew_keras.Model.from_preset("tests/fixtures/qwen3")
+    assert model.variables is None
+    model.compile(mesh={"fsdp": 8}, layout=SPLIT_ALL)
+    assert all(leaf.sharding.mesh == model.mesh for leaf in jax.tree.leaves(model.variables))
+    tokens = model.generate([[5, 6, 7, 8]], max_new_tokens=8, stop_token_ids=[])
+    model.save(tmp_path / "out")
+    again = dew_keras.Model.from_preset(tmp_path / "out")
+    again.compile(mesh={"data": 4, "tensor": 2}, layout=SPLIT_ALL)
+    assert again.generate([[5, 6, 7, 8]], max_new_tokens=8, stop_token_ids=[]) == tokens
+
+
+def test_what_save_cannot_write_is_refused(tmp_path):
+    model = language_model()
+    with pytest.raises(ValueError, match="Hugging Face checkpoint directory"):
+        model.save(tmp_path / "model.keras")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        model.save(tmp_path / "there", overwrite=False)
+
+
+def test_weights_files_hold_one_entry_per_layer_and_load_into_other_storage(tmp_path):
+    model = language_model()
+    model.save_weights(tmp_path / "a.weights.h5")
+    apart = dew_keras.Model(tiny_language_module(scan_layers=False), seed=5)
+    apart.load_weights(tmp_path / "a.weights.h5")
+    ids = [[5, 6, 7]]
+    assert apart.generate(ids, max_new_tokens=6, stop_token_ids=[]) == model.generate(
+        ids, max_new_tokens=6, stop_token_ids=[]
+    )
+    with pytest.raises(ValueError, match=r"must end in `\.weights\.h5`"):
+        model.save_weights(tmp_path / "a.h5")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        model.load_weights(tmp_path / "b.weights.h5")

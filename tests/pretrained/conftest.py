@@ -1,0 +1,42 @@
+"""Checkpoints that the tests load: the reference fixtures, copies of them to damage, and small files made on the spot."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.pretrained.checkpoints import FIXTURES
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copy a fixture to a directory of its own, optionally with other config fields."""
+
+    def copy(name="llama", **fields):
+        directory = tmp_path / name
+        shutil.copytree(FIXTURES / name, directory)
+        config = json.loads((directory / "config.json").read_text())
+        config = {key: value for key, value in {**config, **fields}.items() if value != "absent"}
+        (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    return copy
+
+
+@pytest.fixture
+def tensors():
+    """Read all tensors of a fixture, as the format's own library reads them."""
+
+    def read(directory):
+        from safetensors.numpy import load_file
+
+        return load_file(directory / "model.safetensors")
+
+    return read
+
+
+@pytest.fixture
+def reference():
+    """Tokens and logits that the reference library computed for a fixture."""
+    return lambda name: dict(np.load(FIXTURES / name / "reference.npz"))
