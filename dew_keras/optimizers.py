@@ -39,7 +39,7 @@ class KerasState(NamedTuple):
         slots: Arrays kept per weight: slot name to a tree like the parameters.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which no tree code calls
     hyperparams: dict[str, jax.Array]
     product: jax.Array
     slots: dict[str, Any]
@@ -228,6 +228,7 @@ def keras_transformation(optimizer: Any, rule: UpdateRule, view: StackView) -> o
 
     def rate_at(count: jax.Array) -> jax.Array:
         # Keras counts batches, not updates, where it accumulates gradients itself.
+        assert schedule is not None, "rate_at is for schedules"
         return jnp.asarray(schedule(count * window + window - 1), jnp.float32)
 
     def init(params: Any) -> KerasState:

@@ -26,6 +26,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest  # noqa: E402
 
+from tests import shape_checks  # noqa: E402
+
+shape_checks.install()
+
 REFERENCE_LIBRARIES = ("torch", "transformers")
 
 

@@ -1,9 +1,7 @@
 """Time a training step beside one written by hand: same weights, same tokens, same AdamW, one run.
 
-    python tools/benchmark_train.py --samples 7
-
-Samples are interleaved; medians are compared. The bar is 1.05 times the faster of the handwritten
-scan and unrolled steps, float32, one device, the shapes of SmolLM2-135M.
+`python tools/benchmark_train.py --samples 7` interleaves the samples and compares medians. The bar is 1.05 times the
+faster of the handwritten scan and unrolled steps: float32, one device, the shapes of SmolLM2-135M.
 """
 
 from __future__ import annotations

@@ -36,15 +36,15 @@ class Visibility:
         key_segments: Document number of each key, [B or 1, S]; a query reads its own number only.
     """
 
-    query_slots: Int[Array, "B T"]
-    key_slots: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None = None
-    key_segments: Int[Array, "B S"] | None = None
+    query_slots: Int[Array, "#B T"]
+    key_slots: Int[Array, "#B S"]
+    query_segments: Int[Array, "#B T"] | None = None
+    key_segments: Int[Array, "#B S"] | None = None
 
-    def mask(self) -> Bool[Array, "B T S"]:
+    def mask(self) -> Bool[Array, "#B T S"]:
         """Mark every (query, key) pair that is visible; the row dimension is 1 when all rows agree."""
         visible = self.key_slots[:, None, :] <= self.query_slots[:, :, None]
-        if self.query_segments is not None:
+        if self.query_segments is not None and self.key_segments is not None:
             visible &= self.key_segments[:, None, :] == self.query_segments[:, :, None]
         return visible
 
@@ -85,7 +85,9 @@ def attention(
             "Choose num_heads as a multiple of num_kv_heads."
         )
     if implementation not in ("auto", "xla"):
-        raise ValueError(f"attention implementation must be 'auto' or 'xla'. Received: implementation={implementation!r}")
+        raise ValueError(
+            f"attention implementation must be 'auto' or 'xla'. Received: implementation={implementation!r}"
+        )
     if query.shape[1] <= DENSE_QUERIES:
         return _dense(query, key, value, visibility, scale, softcap)
     return _chunked(query, key, value, visibility, scale, softcap)

@@ -56,7 +56,7 @@ def token_loss(
     head = head.astype(hidden.dtype)
 
     def step(sums, chunk):
-        loss, correct, _ = _chunk(*chunk, head, softcap, scale)
+        loss, correct, _ = _chunk(chunk, head, softcap, scale)
         return (sums[0] + loss, sums[1] + correct), None
 
     zero = jnp.zeros((), jnp.float32)
@@ -81,7 +81,7 @@ def token_loss_and_gradients(
     num_tokens, narrow = hidden.shape[0], head.astype(hidden.dtype)
 
     def step(sums, chunk):
-        loss, correct, logit_gradient = _chunk(*chunk, narrow, softcap, scale)
+        loss, correct, logit_gradient = _chunk(chunk, narrow, softcap, scale)
         logit_gradient = logit_gradient.astype(hidden.dtype)
         hidden_gradient = logit_gradient @ narrow
         head_gradient = jnp.einsum("TV,TD->VD", logit_gradient, chunk[0], preferred_element_type=jnp.float32)
@@ -128,13 +128,14 @@ def _chunks(hidden: Array, targets: Array, weights: Array, vocab_size: int) -> t
 
 
 def _chunk(
-    hidden: Array, targets: Array, weights: Array, head: Array, softcap: float | None, scale: float
+    chunk: tuple[Array, Array, Array], head: Array, softcap: float | None, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Score one chunk: its loss, its correct count, and the loss's gradient by the products hidden @ head.T."""
+    """Score a chunk (hidden, targets, weights): its loss, its correct count, the loss's gradient by hidden @ head.T."""
+    hidden, targets, weights = chunk
     logits = jnp.einsum("TD,VD->TV", hidden, head, preferred_element_type=jnp.float32)
     if scale != 1.0:
         logits *= scale
-    slope = scale
+    slope: Array | float = scale
     if softcap is not None:
         bounded = jnp.tanh(logits / softcap)
         logits, slope = softcap * bounded, scale * (1.0 - bounded * bounded)

@@ -130,5 +130,6 @@ class SelfAttention(nn.Module):
         if self.spec.qk_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.spec.rotary is not None:
+            assert rotary is not None, "the caller computes the tables of every rotary spec"
             query, key = rotate(query, rotary), rotate(key, rotary)
         return constrain(query, QUERY_NAMES), constrain(key, KEY_NAMES), constrain(value, KEY_NAMES)

@@ -14,13 +14,12 @@ from dew.arrays import Array, Bool, Float, Int
 from dew.nn.sharding import constrain
 
 CACHE_NAMES = ("layers", "activation_batch", "activation_kv", None, None)
-"""Logical names of a bank's keys and values, [L, B, K, S, H]: heads before slots, so that decoding transposes nothing."""
+"""Names of a bank's keys and values, [L, B, K, S, H]: heads before slots, so that decoding transposes nothing."""
 SLOT_DIM = 3
 """Which dimension of a bank counts slots."""
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """The cache of a model.
 
     Attributes:
@@ -40,18 +39,12 @@ class KVCache:
         """Slots S a row has."""
         return self.valid.shape[1]
 
-    def next_positions(self, num_tokens: int) -> Int[Array, "B T"]:
-        """Count the positions of the next tokens of each row, padding left out."""
-        return jnp.sum(self.valid, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-
     def marked(self, tokens_valid: Bool[Array, "B T"]) -> "KVCache":
         """Mark which of the next tokens are real, leaving the cursor where it is."""
         return self.replace(valid=jax.lax.dynamic_update_slice(self.valid, tokens_valid, (0, self.index)))
 
 
-def empty_cache(
-    shapes: tuple[tuple[int, int, int], ...], batch: int, length: int, dtype: Any
-) -> KVCache:
+def empty_cache(shapes: tuple[tuple[int, int, int], ...], batch: int, length: int, dtype: Any) -> KVCache:
     """Make a cache that holds no token.
 
     Args:
@@ -75,8 +68,7 @@ def empty_cache(
     )
 
 
-@struct.dataclass
-class LayerCache:
+class LayerCache(struct.PyTreeNode):
     """One layer's window on a bank of the cache.
 
     Attributes:

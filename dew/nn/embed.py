@@ -39,7 +39,8 @@ class Embedding(nn.Module):
         """Look up the rows of `tokens`."""
         names = ("activation_batch", "activation_length", "activation_embed")
         rows = jnp.take(self.embedding, tokens, axis=0)
-        return constrain(route_lookup_gradient(rows, names, self.embedding.shape, TABLE_NAMES), names)
+        shape = (self.vocab_size, self.features)
+        return constrain(route_lookup_gradient(rows, names, shape, TABLE_NAMES), names)
 
 
 def project(hidden: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:

@@ -6,7 +6,6 @@ Entry point: `Linear`. Heads keep a dimension of their own, so that a mesh split
 import math
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dew.arrays import Array, Float

@@ -38,4 +38,6 @@ def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array,
     query_slots = index + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     key_slots = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
     ones = jnp.ones((1, num_tokens), jnp.int32)
-    return Visibility(query_slots=query_slots, key_slots=key_slots, query_segments=ones, key_segments=valid.astype(jnp.int32))
+    return Visibility(
+        query_slots=query_slots, key_slots=key_slots, query_segments=ones, key_segments=valid.astype(jnp.int32)
+    )

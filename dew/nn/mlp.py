@@ -43,7 +43,9 @@ class MlpSpec:
         if self.features < 1:
             raise ValueError(f"an mlp needs a positive hidden width. Received: features={self.features}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={self.activation!r}")
+            raise ValueError(
+                f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={self.activation!r}"
+            )
 
 
 class Mlp(nn.Module):

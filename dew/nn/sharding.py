@@ -116,9 +116,7 @@ def gather_weights(weights: Any, names: Any) -> Any:
     """
     if not gathers_weights():
         return weights
-    leaves, treedef = jax.tree.flatten(weights)
-    names = treedef.flatten_up_to(names)
-    return treedef.unflatten([_gathered(leaf, name) for leaf, name in zip(leaves, names, strict=True)])
+    return jax.tree.map(_gathered, weights, names)
 
 
 def _gathered(weight: Array, names: tuple[str | None, ...]) -> Array:

@@ -47,7 +47,8 @@ class Layout:
         rules: Ordered (name, axes) pairs, or a mapping that updates the defaults.
         min_shard: Leaves with fewer elements stay replicated; a bank counts the elements of one layer, so that
             a scanned model and an unscanned one are placed alike.
-        tolerance: Largest fraction of the elements in leaves of `min_shard` or more that may be replicated.
+        tolerance: Largest fraction of the elements in matrices of `min_shard` or more that may be replicated; the
+            scales and biases of a layer do not count.
         host: State kept in pinned host memory between steps.
         host_parameters: Globs of parameters kept in pinned host memory.
 
@@ -173,7 +174,7 @@ class Layout:
         large = [
             (path, leaf, sharding)
             for (path, leaf), sharding in zip(leaves.items(), places, strict=True)
-            if _elements(leaf) >= self.min_shard
+            if self._counts(leaf)
         ]
         total = sum(math.prod(_value(leaf).shape) for _, leaf, _ in large)
         whole = [(path, leaf) for path, leaf, sharding in large if not set(spec_axes(sharding.spec)) & set(split_axes)]
@@ -187,16 +188,24 @@ class Layout:
             for path, leaf in whole[:5]
         )
         raise LayoutRefused(
-            f"On mesh {axes}, {replicated / total:.1%} of the parameters in leaves of min_shard={self.min_shard} "
+            f"On mesh {axes}, {replicated / total:.1%} of the parameters in matrices of min_shard={self.min_shard} "
             f"elements or more stay whole on every device; tolerance={self.tolerance} allows {self.tolerance:.1%}. "
             f"The largest:\n{listed}\n"
             f"{self._advice(mesh, tree)}"
         )
 
+    def _counts(self, leaf: Any) -> bool:
+        """Whether a leaf should be split: matrices of `min_shard` elements, not the scales and biases of a layer."""
+        return len(_layer_shape(leaf)) > 1 and _elements(leaf) >= self.min_shard
+
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:
         resolution = self.place(mesh, path, leaf)
-        refused = list(dict.fromkeys(str(refusal) for refusal in resolution.refusals))
-        return "; ".join(refused) or next((reason for reason in resolution.reasons if reason), "its sharding says so")
+        names = leaf.names if is_box(leaf) else (None,) * len(resolution.reasons)
+        reasons = [str(refusal) for refusal in resolution.refusals]
+        reasons = reasons or [
+            reason for name, reason in zip(names, resolution.reasons, strict=True) if reason and name != "layers"
+        ]
+        return "; ".join(dict.fromkeys(reasons)) or "its sharding says so"
 
     def _advice(self, mesh: Mesh, tree: PyTree) -> str:
         """Name a mesh on which nothing large is whole, if one of the same size exists."""
@@ -206,11 +215,7 @@ class Layout:
             if factors == dict(mesh.shape):
                 continue
             shape = _MeshShape(factors)
-            large = [
-                (path, leaf)
-                for path, leaf in named_leaves(tree, is_leaf=is_box).items()
-                if _elements(leaf) >= self.min_shard
-            ]
+            large = [(path, leaf) for path, leaf in named_leaves(tree, is_leaf=is_box).items() if self._counts(leaf)]
             if all(spec_axes(self.place(shape, path, leaf).spec) for path, leaf in large):
                 named = ", ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1)
                 return f"Use MeshSpec({named}), which splits all of them, or add rules for the dimensions above."
@@ -264,10 +269,15 @@ def _value(leaf: Any) -> Any:
 
 def _elements(leaf: Any) -> int:
     """Elements of a leaf, of one layer for a bank."""
+    return math.prod(_layer_shape(leaf))
+
+
+def _layer_shape(leaf: Any) -> tuple[int, ...]:
+    """Shape of a leaf, of one layer for a bank."""
     shape = tuple(_value(leaf).shape)
-    if is_box(leaf):
-        shape = tuple(size for name, size in zip(leaf.names, shape, strict=True) if name != "layers")
-    return math.prod(shape)
+    if not is_box(leaf):
+        return shape
+    return tuple(size for name, size in zip(leaf.names, shape, strict=True) if name != "layers")
 
 
 def _largest_over_fsdp(shape: tuple[int, ...], mesh: Any) -> Resolution:

@@ -23,7 +23,7 @@ MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
-SCALARS = {
+SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -191,7 +191,7 @@ class GgufSource:
                 )
             selected = rows.reshape(width, row_bytes // width)[order[columns]].reshape(-1)
             first, columns = 0, slice(0, len(order[columns]))
-        values = self._dequantise(selected, tensor.ggml_type)
+        values = self._dequantise(selected, tensor.ggml_type, block_size, block_bytes)
         return values[..., columns.start - first * block_size : columns.stop - first * block_size]
 
     def release(self, name: str) -> None:
@@ -203,9 +203,9 @@ class GgufSource:
         """Close the file."""
         self._file.close()
 
-    def _dequantise(self, raw: np.ndarray, ggml_type: int) -> np.ndarray:
+    def _dequantise(self, raw: np.ndarray, ggml_type: int, block_size: int, block_bytes: int) -> np.ndarray:
         if not raw.size:
-            return np.zeros((*raw.shape[:-1], 0), np.float32)
+            return np.zeros((*raw.shape[:-1], raw.shape[-1] // block_bytes * block_size), np.float32)
         from gguf.constants import GGMLQuantizationType
 
         return self._quants.dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(ggml_type))

@@ -47,7 +47,7 @@ def locate(source: str | Path, revision: str | None = None, *, weights: bool = T
         OSError: If the disk is full.
     """
     text = str(source)
-    if not text.startswith("hf://"):
+    if text and not text.startswith("hf://"):
         path = Path(text).expanduser()
         if path.exists():
             if revision is not None:

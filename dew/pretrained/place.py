@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 class _Part(NamedTuple):
     """The part of a leaf that some devices hold: where it lies in the leaf, on which devices."""
 
-    index: tuple[slice, ...]
+    index: tuple[slice, ...]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     devices: list[Any]
 
     @property

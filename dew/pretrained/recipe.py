@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from dew.placement.stacks import StackView
@@ -139,7 +140,8 @@ def recipes(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], vi
     Raises:
         ValueError: If a leaf has no rule, or a tensor would be read by two leaves.
     """
-    found, reader = [], {}
+    found: list[Recipe] = []
+    reader: dict[str, str] = {}
     for path, shape in shapes.items():
         logical = view.logical_paths(path)
         matched = [(weight, name) for each in logical for weight in weights if (name := weight.match(each))]
@@ -172,17 +174,24 @@ def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: S
     missing = [name for name in wanted if name not in present]
     extra = sorted(name for name in present if name not in wanted and not matches(name, ignorable))
     if missing:
-        near = closest(missing[0], extra)
+        near = next((name for name in extra if name.endswith(missing[0])), None) or closest(missing[0], extra)
         problems.append(f"missing tensors: {_listed(missing)}" + (f" (is {near!r} the first of them?)" if near else ""))
     if extra:
         problems.append(f"tensors that no part of the model reads: {_listed(extra)}")
-    for name, recipe in wanted.items():
-        if name in present and (shape := source.info(name).shape) != recipe.tensor_shape:
-            problems.append(f"{name} has shape {shape}, the config asks for {recipe.tensor_shape}")
-            if len(problems) > 8:
-                break
+    misfits = [problem for name in wanted if name in present and (problem := _misfit(wanted[name], name, source))]
+    if misfits:
+        problems.append(_listed(misfits))
     if problems:
         raise CheckpointError(f"{where} does not fit its config; nothing was loaded. " + "; ".join(problems) + ".")
+
+
+def _misfit(recipe: Recipe, name: str, source: TensorSource) -> str | None:
+    shape, dtype = source.info(name)
+    if shape != recipe.tensor_shape:
+        return f"{name} has shape {shape}, the config asks for {recipe.tensor_shape}"
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        return f"{name} is stored as {dtype.name}, a quantised form that is not read"
+    return None
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

@@ -4,6 +4,7 @@ Entry point: `TensorSource`, implemented by `safetensors.py` and `gguf.py`. `con
 whether a file name found inside a checkpoint may be opened.
 """
 
+import collections
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -129,8 +130,7 @@ def parse_json(data: bytes, where: object) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} appears twice")
     return result
 

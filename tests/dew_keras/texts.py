@@ -1,10 +1,10 @@
 """A tokenizer of single characters and a decoder for it, small enough for every test."""
 
-from tests.tiny import tiny_decoder
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from dew.data import Tokenizer
+from tests.tiny import tiny_decoder
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
 SPECIAL = ("<pad>", "</s>", "<|user|>", "<|assistant|>")

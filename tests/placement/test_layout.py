@@ -129,10 +129,18 @@ def test_check_refuses_replication_and_names_paths_reason_and_a_mesh():
     assert "tensor=2" in text
     assert "params/layers_0..3/self_attn/q_proj/kernel" in text
     assert "9 query heads do not divide tensor=2" in text
-    assert text.count("\n  params/") == 5
     assert "Use MeshSpec(fsdp=2)" in text
     advised = build_mesh(MeshSpec(fsdp=2))
     FULL.check(advised, tree, FULL.shardings(advised, tree))
+
+
+def test_check_lists_the_five_largest():
+    mesh = build_mesh(MeshSpec(fsdp=8))
+    tree = {f"w{size}": box((3, size), (None, None)) for size in range(10, 17)}
+    with pytest.raises(LayoutRefused) as refusal:
+        FULL.check(mesh, tree, FULL.shardings(mesh, tree))
+    listed = [line.split()[0] for line in str(refusal.value).splitlines() if line.startswith("  ")]
+    assert listed == ["w16", "w15", "w14", "w13", "w12"]
 
 
 def test_check_measures_the_fraction_against_the_tolerance():
@@ -152,6 +160,21 @@ def test_small_leaves_that_the_default_min_shard_leaves_whole_are_no_failure():
     layout = Layout()
     layout.check(mesh, decoder(), layout.shardings(mesh, decoder()))
     assert set(specs(layout.shardings(mesh, decoder())).values()) == {P()}
+
+
+@pytest.mark.parametrize("spec", [MeshSpec(tensor=2), MeshSpec(fsdp=8), MeshSpec(fsdp=2, tensor=2)])
+def test_scales_of_a_layer_do_not_count_as_replicated(spec):
+    mesh = build_mesh(spec)
+    FULL.check(mesh, decoder(), FULL.shardings(mesh, decoder()))
+
+
+def test_rules_that_pin_everything_whole_are_refused():
+    mesh = build_mesh(MeshSpec(fsdp=8))
+    layout = Layout(rules={"embed": None, "mlp": None, "vocab": None, "head_dim": None}, min_shard=1)
+    with pytest.raises(
+        LayoutRefused, match=r"100\.0%(.|\n)*gate_proj.*: a rule keeps 'embed' whole; a rule keeps 'mlp'"
+    ):
+        layout.check(mesh, decoder(), layout.shardings(mesh, decoder()))
 
 
 def test_a_rule_may_not_store_parameters_on_data_sequence_or_stage():

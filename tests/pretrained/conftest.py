@@ -1,4 +1,4 @@
-"""Checkpoints that the tests load: the reference fixtures, copies of them to damage, and small files made on the spot."""
+"""Checkpoints that the tests load: the reference fixtures, and copies of them to damage."""
 
 import json
 import shutil

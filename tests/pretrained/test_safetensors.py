@@ -1,4 +1,4 @@
-"""The safetensors reader reads what the format's own library reads, and refuses a file that breaks a rule of the format."""
+"""The safetensors reader reads what the format's own library reads, and refuses a file that breaks its rules."""
 
 import json
 import struct
@@ -19,7 +19,9 @@ def entry(begin=0, end=8, shape=(2,), dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int64, np.uint8, np.bool_])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int64, np.uint8, np.bool_]
+)
 def test_values_and_slices_are_those_written(tmp_path, dtype):
     values = {
         "a": np.arange(60).reshape(3, 4, 5).astype(dtype),
@@ -116,14 +118,15 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
-    sharded(tmp_path, one={"a": np.zeros(2)}, two={"a": np.ones(2), "b": np.ones(2)})
+    weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
+    sharded(tmp_path, weight_map, one={"a": np.zeros(2)}, two={"a": np.ones(2), "b": np.ones(2)})
     with pytest.raises(CheckpointError, match="'a' is in both"):
         open_safetensors(tmp_path)
 
 
 def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
     sharded(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
-    with pytest.raises(CheckpointError, match="places tensor 'c' in two.safetensors, which does not hold it"):
+    with pytest.raises(CheckpointError, match=r"places tensor 'c' in two\.safetensors, which does not hold it"):
         open_safetensors(tmp_path)
 
 
@@ -140,7 +143,7 @@ def test_an_index_entry_outside_the_directory_is_refused(tmp_path, name):
 @pytest.mark.parametrize("weight_map", [{}, [], {"a": 3}, {"a": "model.bin"}, None])
 def test_an_index_without_a_usable_map_is_refused(tmp_path, weight_map):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match="weight_map|must map to a .safetensors file"):
+    with pytest.raises(CheckpointError, match=r"weight_map|must map to a \.safetensors file"):
         open_safetensors(tmp_path)
 
 

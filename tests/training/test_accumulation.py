@@ -89,3 +89,19 @@ def test_padding_rows_change_nothing():
     want_losses, want = after(build(), [batch])
     assert losses[0].value() == pytest.approx(want_losses[0].value(), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got.params, want.params)
+
+
+def test_the_update_follows_the_gradient_of_the_total_over_the_mass():
+    run = build(2)
+    batch = tiny_batch(rows=ROWS)
+    objective = run.objective
+    start = jax.device_get(run.place().variables)
+
+    def mean(params):
+        loss = objective.loss({"params": params}, objective.prepare(batch), key=jax.random.key(0), train=True).loss
+        return loss.total / loss.mass
+
+    _, state = after(run, split(batch, 2))
+    moved = jax.tree.map(lambda new, old: old - new, state.params, start["params"])
+    want = jax.device_get(jax.jit(jax.grad(mean))(start["params"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), moved, want)

@@ -119,7 +119,9 @@ class CausalTransformer(nn.Module):
     def __post_init__(self) -> None:
         checked_remat(self.remat)
         if self.attention_impl not in ("auto", "xla"):
-            raise ValueError(f"attention_impl must be 'auto' or 'xla'. Received: attention_impl={self.attention_impl!r}")
+            raise ValueError(
+                f"attention_impl must be 'auto' or 'xla'. Received: attention_impl={self.attention_impl!r}"
+            )
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         super().__post_init__()
@@ -208,9 +210,7 @@ class CausalTransformer(nn.Module):
         """Say which layers are stored together."""
         return StackView(
             tuple(
-                Bank(_bank_name(run), tuple(f"layers_{index}" for index in run))
-                for run in self._runs()
-                if len(run) > 1
+                Bank(_bank_name(run), tuple(f"layers_{index}" for index in run)) for run in self._runs() if len(run) > 1
             )
         )
 
@@ -233,9 +233,7 @@ class CausalTransformer(nn.Module):
     def _parts(self) -> dict[str, nn.Module]:
         """Name every part that is stored: the table, a block per run, the norm, the untied head."""
         dtype = self.param_dtype
-        parts: dict[str, nn.Module] = {
-            "embed_tokens": Embedding(self.vocab_size, self.features, dtype, parent=None)
-        }
+        parts: dict[str, nn.Module] = {"embed_tokens": Embedding(self.vocab_size, self.features, dtype, parent=None)}
         for run in self._runs():
             parts[_bank_name(run)] = self._layer(run)
         parts["norm"] = RmsNorm(self.features, self.norm, dtype, parent=None)
@@ -289,8 +287,8 @@ class CausalTransformer(nn.Module):
                 x, _ = checkpointed(block, self.remat, in_loop=False)(x, weights)
             else:
                 x, _ = jax.lax.scan(checkpointed(block, self.remat, in_loop=True), x, weights)
-            # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way back,
-            # GSPMD carries that split into every block and gathers weights and activations there.
+            # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
+            # back, GSPMD carries that split into every block and gathers weights and activations there.
             x = constrain(x, RESIDUAL_NAMES)
         return x
 
@@ -319,13 +317,11 @@ class CausalTransformer(nn.Module):
 
 
 @functools.lru_cache(maxsize=64)
-def _runs(
-    layers: tuple[LayerSpec, ...], scan_layers: bool, bank_layers: int | None
-) -> tuple[tuple[int, ...], ...]:
+def _runs(layers: tuple[LayerSpec, ...], scan_layers: bool, bank_layers: int | None) -> tuple[tuple[int, ...], ...]:
     """Group consecutive equal layers, at most `bank_layers` together."""
     if not scan_layers:
         return tuple((index,) for index in range(len(layers)))
-    runs = []
+    runs: list[tuple[int, ...]] = []
     for _, group in itertools.groupby(range(len(layers)), key=lambda index: layers[index]):
         indices = tuple(group)
         size = bank_layers or len(indices)
@@ -345,14 +341,17 @@ def _example_input(part: nn.Module) -> tuple[Any, ...]:
     if not isinstance(part, DecoderLayer):
         return (x,)
     attention = part.spec.attention
-    tables = rotary_tables(attention.rotary, attention.head_dim, jnp.zeros((1, 1), jnp.int32)) if attention.rotary else None
+    tables = (
+        rotary_tables(attention.rotary, attention.head_dim, jnp.zeros((1, 1), jnp.int32)) if attention.rotary else None
+    )
     return x, causal_visibility(1), tables
 
 
-def _initial(part: nn.Module, key: Array, name: str, layers: tuple[str, ...] | None) -> Any:
+def _initial(part: nn.Module, key: Array | None, name: str, layers: tuple[str, ...] | None) -> Any:
     """Draw a part's weights from the key and its logical name; a bank draws each of its layers so."""
 
     def one(number: Array) -> Any:
+        assert key is not None, "Flax asks for initial values only where it has a params key"
         return part.init(jax.random.fold_in(key, number), *_example_input(part))["params"]
 
     names = layers or (name,)

@@ -63,12 +63,14 @@ def read_rotary(fields: Fields, max_length: int) -> RotarySpec:
     return RotarySpec(theta=theta, scaling=_scaling(kind, values, max_length, fields.where))
 
 
-def write_rotary(spec: RotarySpec, max_length: int) -> dict[str, Any]:
+def write_rotary(spec: RotarySpec | None, max_length: int) -> dict[str, Any]:
     """Write `rope_parameters`; the inverse of `read_rotary`.
 
     Raises:
         ValueError: If the config cannot express the spec.
     """
+    if spec is None:
+        raise ValueError("every layer needs rotary positions. Received: rotary=None")
     if spec.fraction != 1:
         raise ValueError(f"this family rotates whole heads. Received: fraction={spec.fraction}")
     if spec.scaling is None:
@@ -80,7 +82,9 @@ def write_rotary(spec: RotarySpec, max_length: int) -> dict[str, Any]:
             f"original_max_length={spec.scaling.original_max_length}, max_length={max_length}"
         )
     values = dataclasses.asdict(spec.scaling)
-    written = {name: values[ours] for name, (ours, _) in _FIELDS[kind][1].items() if values[ours] is not None}
+    defaults = {field.name: field.default for field in dataclasses.fields(spec.scaling)}
+    names = {name: ours for name, (ours, _) in _FIELDS[kind][1].items() if values[ours] != defaults[ours]}
+    written = {name: values[ours] for name, ours in names.items()}
     return {"rope_type": kind, "rope_theta": spec.theta, **written}
 
 

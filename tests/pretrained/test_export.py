@@ -1,0 +1,181 @@
+"""An exported model loads to the same weights and, in the reference library, the same logits; or nothing is written."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dew.nn.rope import RotarySpec
+from dew.placement.layout import Layout
+from dew.pretrained import export as exporting
+from dew.pretrained import load_pretrained, save_pretrained
+from dew.pretrained.safetensors import open_safetensors
+from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in
+from tests.tiny import tiny_decoder, tiny_layer
+
+SPLIT = Layout(min_shard=1, tolerance=0.5)
+
+
+def same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def initialised(module):
+    from dew.nn.sharding import unboxed
+
+    return unboxed(module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+
+
+@pytest.mark.parametrize("storage", [{}, {"scan_layers": False}, {"bank_layers": 2}])
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_come_back_bit_for_bit(name, storage, tmp_path, tensors):
+    loaded = load_pretrained(FIXTURES / name, mesh={"fsdp": 4, "tensor": 2}, layout=SPLIT, **storage)
+    save_pretrained(tmp_path / "out", loaded.module, loaded.variables, loaded.config)
+    want, got = tensors(FIXTURES / name), tensors(tmp_path / "out")
+    assert got.keys() == want.keys()
+    for tensor in want:
+        np.testing.assert_array_equal(got[tensor], want[tensor])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    original = json.loads((FIXTURES / name / "config.json").read_text())
+    assert {**original, **config} == {**config, "transformers_version": original["transformers_version"]}
+    again = load_pretrained(tmp_path / "out", mesh={"fsdp": 2}, layout=SPLIT)
+    assert again.module == load_pretrained(FIXTURES / name).module
+
+
+def test_a_model_from_scratch_is_written_and_read(tmp_path):
+    module = tiny_decoder(tie_embeddings=False)
+    variables = initialised(module)
+    save_pretrained(tmp_path / "out", module, variables)
+    loaded = load_pretrained(tmp_path / "out")
+    same(loaded.variables, variables)
+    assert loaded.module == module
+
+
+def test_large_models_are_split_with_the_index_last(tmp_path, monkeypatch):
+    loaded = load_pretrained(FIXTURES / "llama")
+    order = []
+    write_json, write_shard = exporting._write_json, exporting._write_shard
+    monkeypatch.setattr(
+        exporting, "_write_json", lambda path, value: (order.append(path.name), write_json(path, value))
+    )
+    monkeypatch.setattr(
+        exporting,
+        "_write_shard",
+        lambda file, *rest: (order.append(file.name.split("/")[-1]), write_shard(file, *rest)),
+    )
+    save_pretrained(tmp_path / "out", loaded.module, loaded.variables, max_shard_bytes=60_000)
+    assert order[-1] == "model.safetensors.index.json"
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 62_000 for path in shards)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == open_safetensors(tmp_path / "out").nbytes
+    same(load_pretrained(tmp_path / "out").variables, loaded.variables)
+
+
+@pytest.mark.parametrize("dtype, want", [("bfloat16", "bfloat16"), (None, "float32"), (jnp.float16, "float16")])
+def test_the_dtype_is_that_of_the_checkpoint_unless_told(dtype, want, tmp_path):
+    loaded = load_pretrained(FIXTURES / "llama", dtype="bfloat16" if dtype is None else None)
+    save_pretrained(tmp_path / "out", loaded.module, loaded.variables, loaded.config, dtype=dtype)
+    source = open_safetensors(tmp_path / "out")
+    assert {source.info(name).dtype.name for name in source.names()} == {want}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == want
+
+
+def test_an_earlier_export_is_replaced_whole(tmp_path):
+    first, second = load_pretrained(FIXTURES / "llama"), load_pretrained(FIXTURES / "qwen3_untied")
+    save_pretrained(tmp_path / "out", first.module, first.variables, max_shard_bytes=60_000)
+    save_pretrained(tmp_path / "out", second.module, second.variables)
+    same(load_pretrained(tmp_path / "out").variables, second.variables)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_of_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = everything_in(tmp_path)
+    loaded = load_pretrained(FIXTURES / "llama")
+    with pytest.raises(FileExistsError, match=r"no export wrote, such as 'thesis\.tex'"):
+        save_pretrained(tmp_path, loaded.module, loaded.variables)
+    assert everything_in(tmp_path) == before
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    loaded = load_pretrained(FIXTURES / "llama")
+    save_pretrained(tmp_path / "out", loaded.module, loaded.variables)
+    before = everything_in(tmp_path)
+
+    def full(file, tensors, arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "_write_shard", full)
+    for target in ("out", "new"):
+        with pytest.raises(OSError, match="No space left"):
+            save_pretrained(tmp_path / target, loaded.module, loaded.variables)
+    assert everything_in(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def other_layers(**attention):
+    return (tiny_layer(), tiny_layer(**attention), tiny_layer(), tiny_layer())
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"layers": other_layers(head_dim=16)}, "the config states head_dim once for all layers"),
+        ({"layers": other_layers(scale=0.3)}, "its config cannot express this model's layers"),
+        ({"layers": other_layers(rotary=None)}, "every layer needs rotary positions"),
+        ({"layers": (tiny_layer(rotary=RotarySpec(theta=1e4, fraction=0.5)),)}, "rotates whole heads"),
+        ({"layers": (tiny_layer(bias=True),)}, "cannot express this model's layers"),
+        ({"norm": dataclasses.replace(tiny_decoder().norm, eps=1e-3)}, "cannot express this model's norm"),
+    ],
+)
+def test_what_no_config_expresses_is_refused_and_nothing_is_written(tmp_path, fields, text):
+    module = tiny_decoder(**fields)
+    with pytest.raises(ValueError, match=text):
+        save_pretrained(tmp_path / "out", module, initialised(module))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_of_another_family_is_refused(tmp_path):
+    loaded = load_pretrained(FIXTURES / "qwen3")
+    with pytest.raises(ValueError, match="a Llama config cannot express norms of queries and keys"):
+        save_pretrained(tmp_path / "out", loaded.module, loaded.variables, {"model_type": "llama"})
+    with pytest.raises(ValueError, match="model_type='bert' is not one of llama, qwen3"):
+        save_pretrained(tmp_path / "out", loaded.module, loaded.variables, {"model_type": "bert"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variables_of_another_model_are_refused(tmp_path):
+    loaded, other = load_pretrained(FIXTURES / "llama"), load_pretrained(FIXTURES / "qwen3_untied")
+    with pytest.raises(ValueError, match=r"The variables are not those of the model: .* such as"):
+        save_pretrained(tmp_path / "out", loaded.module, other.variables)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_the_same_logits_from_an_export(name, tmp_path, reference):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = load_pretrained(FIXTURES / name, mesh={"fsdp": 2, "tensor": 2}, layout=SPLIT)
+    # Other weights than the fixture's, so that a file left behind would not pass.
+    changed = jax.tree.map(lambda leaf: leaf * 1.01, loaded.variables)
+    save_pretrained(tmp_path / "out", loaded.module, changed, loaded.config, max_shard_bytes=50_000)
+    tokens = reference(name)["tokens"]
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)).logits.numpy()
+    with jax.set_mesh(loaded.mesh):
+        got = np.asarray(jax.jit(loaded.module.apply)(changed, tokens))
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()

@@ -1,0 +1,183 @@
+"""Configs are understood field by field: what changes the computation and is not known is refused by name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dew.nn.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rotary_tables
+from dew.pretrained import CheckpointError, describe
+from dew.pretrained.families import FAMILIES
+from dew.pretrained.families.fields import Fields
+from tests.pretrained.checkpoints import FIXTURES, NAMES
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def rotary(directory):
+    return describe(directory).module.layers[0].attention.rotary
+
+
+def test_the_fields_reach_the_model():
+    module = describe(FIXTURES / "llama_untied").module
+    config = json.loads((FIXTURES / "llama_untied" / "config.json").read_text())
+    layer = module.layers[0]
+    assert (module.vocab_size, module.features, len(module.layers)) == (96, 48, 3)
+    assert (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim) == (4, 2, 16)
+    assert (layer.attention.bias, layer.attention.out_bias, layer.mlp.bias) == (True, True, True)
+    assert (layer.norm.eps, module.norm.eps, module.max_length) == (config["rms_norm_eps"],) * 2 + (256,)
+    assert not module.tie_embeddings
+    assert describe(FIXTURES / "qwen3").module.layers[0].attention.qk_norm == layer.norm
+
+
+def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
+    with pytest.raises(
+        CheckpointError, match=r"model_type='llamma' is not supported\. Known: llama, qwen3\. .* 'llama'"
+    ):
+        describe(copied(model_type="llamma"))
+    with pytest.raises(CheckpointError, match="model_type=None is not supported"):
+        describe(copied("qwen3", model_type=None))
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"logit_softcap": 30.0}, r"not supported: logit_softcap=30\.0\. If one changes nothing, remove it"),
+        (
+            {"attention_multiplier": 0.01, "embedding_multiplier": 12},
+            "attention_multiplier=0.01, embedding_multiplier=12",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types="),
+        ({"hidden_act": "xielu"}, "hidden_act='xielu' is not supported; known: silu"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "beta": 1}}, "'linear' does not take 'beta'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
+        ({"rope_parameters": [1]}, "rope parameters must be an object"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number. Received: rope_theta=-1"),
+        ({"hidden_size": "absent"}, "the config lacks 'hidden_size'"),
+        ({"hidden_size": 48.0}, r"hidden_size must be a positive whole number. Received: hidden_size=48\.0"),
+        ({"hidden_size": True}, "hidden_size must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number. Received: rms_norm_eps='1e-5'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
+        ({"head_dim": "absent", "hidden_size": 50}, "hidden_size=50 is not a multiple"),
+        ({"dtype": "int8"}, "dtype='int8' is not supported"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_not_understood_is_refused_by_name(copied, fields, text):
+    with pytest.raises(CheckpointError, match=text):
+        describe(copied(**fields))
+
+
+def test_a_window_is_refused_where_it_is_used_and_ignored_where_not(copied):
+    config = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+    describe(copied("qwen3", **config))
+    with pytest.raises(CheckpointError, match="use_sliding_window=true is not supported"):
+        describe(copied("qwen3_untied", **config | {"use_sliding_window": True}))
+
+
+def test_inert_fields_change_nothing(copied):
+    inert = {
+        "use_cache": False,
+        "initializer_range": 0.5,
+        "pretraining_tp": 4,
+        "transformers_version": "4.0",
+        "top_k": 5,
+    }
+    assert describe(copied(**inert)).module == describe(FIXTURES / "llama").module
+
+
+def test_absent_fields_take_the_defaults_of_the_config_class(copied):
+    names = ("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_parameters", "tie_word_embeddings", "hidden_act")
+    module = describe(copied(**dict.fromkeys(names, "absent"))).module
+    attention = module.layers[0].attention
+    assert (module.norm.eps, attention.num_kv_heads, attention.head_dim) == (1e-6, 4, 12)
+    assert (attention.rotary.theta, module.tie_embeddings) == (10000.0, False)
+    # Qwen3's class has a head width of its own.
+    qwen3 = describe(copied("qwen3", head_dim="absent")).module
+    assert qwen3.layers[0].attention.head_dim == 128
+
+
+def test_older_spellings_of_rotary_fields_are_read(copied, tmp_path):
+    older = {"rope_parameters": "absent", "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}
+    spec = rotary(copied(**older))
+    assert spec.theta == 5e5
+    assert spec.scaling == Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=128)
+    assert rotary(copied("qwen3", rope_parameters="absent", rope_theta=1e6, rope_scaling=None)).theta == 1e6
+
+
+@pytest.mark.parametrize(
+    "parameters, want",
+    [
+        ({"rope_type": "linear", "factor": 4}, LinearScaling(factor=4.0)),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(factor=2.0, original_max_length=256)),
+        ({"rope_type": "yarn", "factor": 4.0}, YarnScaling(factor=4.0, original_max_length=256)),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "truncate": False,
+                "beta_fast": 16,
+                "original_max_position_embeddings": 64,
+            },
+            YarnScaling(factor=4.0, original_max_length=64, beta_fast=16.0, truncate=False),
+        ),
+    ],
+)
+def test_scalings_are_read(copied, parameters, want):
+    assert rotary(copied(rope_parameters={"rope_theta": 1e4, **parameters})).scaling == want
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
+@pytest.mark.parametrize("position", [0, 1, 255, 8193])
+def test_rotary_tables_are_those_of_transformers(copied, kind, position):
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": kind, "rope_theta": 5e4}
+    parameters |= LLAMA3 if kind == "llama3" else {"factor": 4.0} if kind != "default" else {}
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = 64
+    directory = copied(rope_parameters=parameters)
+    config = LlamaConfig.from_pretrained(directory)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([[position]]))
+    got = rotary_tables(rotary(directory), 12, jnp.array([[position]]))
+    for ours, theirs in zip(got, (cos, sin), strict=True):
+        # The angle itself carries float32 rounding, so far out the tables agree to the rounding of the angle.
+        np.testing.assert_allclose(ours[0, 0], theirs[0, 0, :6], atol=1e-6 + 2.5e-7 * position)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_is_written_as_it_was_read(name):
+    described = describe(FIXTURES / name)
+    written = described.family.config_dict(described.module)
+    for field, value in written.items():
+        if field != "use_sliding_window":
+            assert described.config[field] == value, field
+    read_back = described.family.translate(Fields(written, "written"))
+    assert all(getattr(described.module, field) == value for field, value in read_back.items())
+
+
+def test_the_index_of_families_is_explicit():
+    assert {name: family.model_type for name, family in FAMILIES.items()} == {name: name for name in FAMILIES}
+
+
+def test_describing_starts_no_device_memory():
+    before = len(jax.live_arrays())
+    describe(FIXTURES / "qwen3")
+    assert len(jax.live_arrays()) == before

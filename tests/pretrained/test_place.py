@@ -1,0 +1,152 @@
+"""Placed arrays equal the file's tensors, on every sharding, reading each part once and giving pages back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dew.placement.mesh import MeshSpec, build_mesh
+from dew.pretrained import place as placing
+from dew.pretrained.place import copy_tiled, place
+from dew.pretrained.recipe import Recipe
+from dew.pretrained.source import TensorInfo
+
+
+class Held:
+    """A source in memory that counts what is read and released."""
+
+    def __init__(self, **tensors):
+        self.tensors, self.bytes_read, self.reads, self.released = tensors, 0, [], []
+
+    def names(self):
+        return self.tensors
+
+    def info(self, name):
+        return TensorInfo(self.tensors[name].shape, self.tensors[name].dtype)
+
+    def read(self, name, index):
+        part = self.tensors[name][index]
+        self.bytes_read += part.nbytes
+        self.reads.append(name)
+        return part
+
+    def release(self, name):
+        self.released.append(name)
+
+
+CASES = {
+    "matrix": ("F D -> D F", (16, 32), [("fsdp",), (None, "tensor"), ("fsdp", "tensor"), ("tensor", "fsdp"), ()]),
+    "heads": ("(N H) D -> D N H", (16, 4, 8), [("fsdp", "tensor"), (None, "tensor", "fsdp"), (None, None, "fsdp"), ()]),
+    "output": ("D (N H) -> N H D", (4, 8, 16), [("tensor", None, "fsdp"), (None, "fsdp"), ()]),
+    "table": ("V D -> V D", (48, 16), [(("fsdp", "tensor"),), (None, "fsdp"), ()]),
+    "vector": ("D -> D", (16,), [("fsdp",), ()]),
+}
+
+
+def in_leaf_order(recipe, tensor):
+    sizes = [size for group in recipe.factors for size in group]
+    return tensor.reshape(sizes).transpose(recipe.order)
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize(
+    "name, spec", [(name, spec) for name, (_, _, specs) in CASES.items() for spec in specs], ids=str
+)
+def test_every_shard_is_its_part_of_the_tensor_and_is_read_once(name, spec, layers):
+    arrangement, shape, _ = CASES[name]
+    mesh = build_mesh(MeshSpec(fsdp=4, tensor=2))
+    full = shape if layers is None else (layers, *shape)
+    recipe = Recipe("leaf", full, tuple(f"t{i}" for i in range(layers or 1)), layers is not None, arrangement)
+    rng = np.random.default_rng(0)
+    tensors = {tensor: rng.normal(size=recipe.tensor_shape).astype(np.float32) for tensor in recipe.sources}
+    source = Held(**tensors)
+    sharding = NamedSharding(mesh, PartitionSpec(*(() if layers is None else (None,)), *spec))
+    leaf = place([recipe], {"leaf": sharding}, source)["leaf"]
+    want = [in_leaf_order(recipe, tensors[tensor]) for tensor in recipe.sources]
+    np.testing.assert_array_equal(leaf, want[0] if layers is None else np.stack(want))
+    assert leaf.sharding == sharding
+    assert source.released == list(recipe.sources)
+    if name not in ("heads", "output"):  # parts of every head read the rows between them too
+        assert source.bytes_read == leaf.nbytes, "replicated parts are read once, no part reads another's"
+
+
+@pytest.mark.parametrize("stored", [jnp.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("wanted", [jnp.bfloat16, np.float16, np.float32, None])
+@pytest.mark.parametrize("arrangement", ["F D -> D F", "F D -> F D"])
+def test_dtypes_are_cast_as_jax_casts_them(stored, wanted, arrangement):
+    tensor = np.random.default_rng(0).normal(size=(40, 40)).astype(stored)
+    recipe = Recipe("leaf", (40, 40), ("t",), False, arrangement)
+    sharding = NamedSharding(build_mesh(MeshSpec()), PartitionSpec())
+    leaf = place([recipe], {"leaf": sharding}, Held(t=tensor), wanted)["leaf"]
+    want = jnp.asarray(tensor).astype(stored if wanted is None else wanted)
+    assert leaf.dtype == want.dtype
+    np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(in_leaf_order(recipe, want), np.float32))
+
+
+def test_layers_of_two_dtypes_take_the_wider():
+    recipe = Recipe("leaf", (2, 4), ("a", "b"), True, "D -> D")
+    source = Held(a=np.ones(4, np.float32), b=np.full(4, 2, jnp.bfloat16))
+    leaf = place([recipe], {"leaf": NamedSharding(build_mesh(), PartitionSpec())}, source)["leaf"]
+    assert leaf.dtype == jnp.float32
+    np.testing.assert_array_equal(leaf, [[1] * 4, [2] * 4])
+
+
+def test_small_pieces_and_one_part_at_a_time_give_the_same(monkeypatch):
+    # What other backends do: parts pass through host memory in groups, and a tensor is read in many pieces.
+    recipe = Recipe("leaf", (2, 16, 4, 8), ("a", "b"), True, "(N H) D -> D N H")
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=(32, 16)).astype(np.float32) for name in "ab"}
+    sharding = NamedSharding(build_mesh(MeshSpec(fsdp=8)), PartitionSpec(None, "fsdp"))
+    monkeypatch.setattr(placing, "PIECE_BYTES", 100)
+    monkeypatch.setattr(placing, "_groups", lambda parts, itemsize: ([part] for part in parts))
+    source = Held(**tensors)
+    leaf = place([recipe], {"leaf": sharding}, source)["leaf"]
+    np.testing.assert_array_equal(leaf, np.stack([in_leaf_order(recipe, tensors[name]) for name in "ab"]))
+    assert len(source.reads) > 16
+
+
+def test_a_read_that_fails_ends_the_load_and_leaves_no_array():
+    class Failing(Held):
+        def read(self, name, index):
+            raise OSError("the disk is gone")
+
+    before = len(jax.live_arrays())
+    recipe = Recipe("leaf", (8, 8), ("t",), False, "F D -> D F")
+    with pytest.raises(OSError, match="the disk is gone"):
+        place([recipe], {"leaf": NamedSharding(build_mesh(), PartitionSpec())}, Failing(t=np.ones((8, 8))))
+    assert len(jax.live_arrays()) == before
+
+
+def test_progress_counts_the_placed_bytes():
+    told = []
+    recipes = [Recipe(name, (8,), (name,), False, "D -> D") for name in "ab"]
+    source = Held(a=np.ones(8, np.float32), b=np.ones(8, jnp.bfloat16))
+    shardings = dict.fromkeys("ab", NamedSharding(build_mesh(), PartitionSpec()))
+    place(recipes, shardings, source, progress=lambda done, total: told.append((done, total)))
+    assert told == [(32, 48), (48, 48)]
+
+
+def test_a_placed_leaf_survives_donation_of_its_replicas():
+    # Replicas share one host buffer; a step that donates them must not write through it.
+    recipe = Recipe("leaf", (64,), ("t",), False, "D -> D")
+    sharding = NamedSharding(build_mesh(), PartitionSpec())
+    leaf = place([recipe], {"leaf": sharding}, Held(t=np.arange(64, dtype=np.float32)))["leaf"]
+    step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=sharding)
+    for _ in range(3):
+        leaf = step(leaf)
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.arange(64) + 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.data())
+def test_tiles_copy_every_order_of_dimensions(ndim, data):
+    shape = tuple(data.draw(st.integers(1, 40)) for _ in range(ndim))
+    order = data.draw(st.permutations(range(ndim)))
+    values = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    target = np.zeros([shape[axis] for axis in order], data.draw(st.sampled_from([np.uint16, np.float32])))
+    copy_tiled(target.transpose(np.argsort(order)), values)
+    np.testing.assert_array_equal(target, values.transpose(order))

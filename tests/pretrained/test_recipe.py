@@ -1,0 +1,120 @@
+"""A recipe says the same for load and export, and coverage is checked before anything is read."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dew.placement.stacks import Bank, StackView
+from dew.pretrained.recipe import Recipe, Weight, check_coverage, parse, recipes
+from dew.pretrained.source import CheckpointError, TensorInfo
+
+ARRANGEMENTS = {
+    "V D -> V D": (5, 4),
+    "F D -> D F": (4, 6),
+    "(N H) D -> D N H": (4, 3, 6),
+    "D (N H) -> N H D": (3, 6, 4),
+    "(N H) -> N H": (3, 6),
+    "D -> D": (7,),
+    "(K N H) D -> D K N H": (4, 2, 3, 6),
+}
+
+
+def slow_read(recipe, tensor, index):
+    """Element by element: the leaf's element (i, j, ..) is the tensor's element at the combined factors."""
+    groups, order = parse(recipe.arrangement)
+    sizes = dict(zip(order, recipe.layer_shape, strict=True))
+    out = np.empty([axis.stop - axis.start for axis in index])
+    for place in itertools.product(*(range(axis.start, axis.stop) for axis in index)):
+        at = dict(zip(order, place, strict=True))
+        row = []
+        for group in groups:
+            position = 0
+            for name in group:
+                position = position * sizes[name] + at[name]
+            row.append(position)
+        out[tuple(p - axis.start for p, axis in zip(place, index, strict=True))] = tensor[tuple(row)]
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(ARRANGEMENTS)), st.data())
+def test_any_part_of_a_leaf_is_found_in_the_tensor(arrangement, data):
+    shape = ARRANGEMENTS[arrangement]
+    recipe = Recipe("leaf", shape, ("tensor",), False, arrangement)
+    tensor = np.arange(np.prod(shape), dtype=np.float64).reshape(recipe.tensor_shape)
+    bounds = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+    index = tuple(slice(*pair) for pair in bounds)
+    covering, inner = recipe.tensor_slices(index)
+    got = tensor[covering].reshape(recipe.read_factors(covering))[inner].transpose(recipe.order)
+    np.testing.assert_array_equal(got, slow_read(recipe, tensor, index))
+
+
+@pytest.mark.parametrize("wrong", ["A B -> A", "A B -> A C", "A A -> A A", "(A B -> A B C", "A -> A A"])
+def test_an_arrangement_names_each_dimension_once(wrong):
+    with pytest.raises(ValueError, match="names each dimension once"):
+        parse(wrong)
+
+
+WEIGHTS = (Weight("params/layers_{i}/w", "l.{i}.w", "F D -> D F"), Weight("params/norm", "norm", "D -> D"))
+VIEW = StackView((Bank("layers_0_1", ("layers_0", "layers_1")),))
+
+
+def test_a_bank_reads_its_layers_in_order():
+    found = recipes(WEIGHTS, {"params/layers_0_1/w": (2, 3, 4), "params/norm": (3,)}, VIEW)
+    assert found[0].sources == ("l.0.w", "l.1.w")
+    assert found[0].tensor_shape == (4, 3)
+    assert found[1].sources == ("norm",)
+
+
+def test_a_leaf_without_a_rule_is_named():
+    with pytest.raises(ValueError, match=r"'params/layers_0_1/extra' of shape \(2, 3\) has no place"):
+        recipes(WEIGHTS, {"params/layers_0_1/extra": (2, 3)}, VIEW)
+
+
+def test_a_tensor_has_one_reader():
+    weights = (*WEIGHTS, Weight("params/head", "norm", "D -> D"))
+    with pytest.raises(ValueError, match="'params/norm' and 'params/head' would both be read from 'norm'"):
+        recipes(weights, {"params/norm": (3,), "params/head": (3,)}, VIEW)
+
+
+class Listed:
+    """A source that has names and shapes and refuses to be read."""
+
+    def __init__(self, **shapes):
+        self.shapes = shapes
+
+    def names(self):
+        return self.shapes
+
+    def info(self, name):
+        return TensorInfo(self.shapes[name], np.dtype(np.float32))
+
+
+FOUND = (Recipe("a", (3, 4), ("w.a",), False, "F D -> D F"), Recipe("b", (3,), ("w.b",), False, "D -> D"))
+
+
+def test_coverage_lists_what_is_missing_left_over_and_misshapen():
+    check_coverage(FOUND, Listed(**{"w.a": (4, 3), "w.b": (3,), "inv_freq": (2,)}), ("inv_*",), "there")
+    with pytest.raises(
+        CheckpointError, match=r"there does not fit its config; nothing was loaded\. missing tensors: w\.b"
+    ):
+        check_coverage(FOUND, Listed(**{"w.a": (4, 3)}), (), "there")
+    with pytest.raises(CheckpointError, match=r"no part of the model reads: c, d"):
+        check_coverage(FOUND, Listed(**{"w.a": (4, 3), "w.b": (3,), "d": (1,), "c": (1,)}), (), "there")
+    with pytest.raises(CheckpointError, match=r"w\.a has shape \(3, 4\), the config asks for \(4, 3\)"):
+        check_coverage(FOUND, Listed(**{"w.a": (3, 4), "w.b": (3,)}), (), "there")
+
+
+def test_a_renamed_tensor_is_suggested():
+    with pytest.raises(CheckpointError, match=r"is 'model\.w\.b' the first of them"):
+        check_coverage(FOUND, Listed(**{"w.a": (4, 3), "model.w.b": (3,)}), (), "there")
+
+
+def test_quantised_storage_without_its_scales_is_refused():
+    source = Listed(**{"w.a": (4, 3), "w.b": (3,)})
+    source.info = lambda name: TensorInfo(source.shapes[name], np.dtype(np.int8 if name == "w.a" else np.float32))
+    with pytest.raises(CheckpointError, match=r"w\.a is stored as int8"):
+        check_coverage(FOUND, source, (), "there")

@@ -1,0 +1,23 @@
+"""Check array shapes against their annotations while the tests run (jaxtyping with beartype).
+
+Only modules whose functions are called with real or traced arrays: a pytree of arrays is also rebuilt around shapes and
+shardings, which no annotation of an array describes.
+"""
+
+import beartype
+import jaxtyping
+
+MODULES = (
+    "dew.kernels.attention",
+    "dew.nn.attention",
+    "dew.nn.linear",
+    "dew.nn.mlp",
+    "dew.nn.norm",
+)
+# An int is a float here, as for every type checker.
+check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+
+
+def install() -> None:
+    """Check the modules from their next import on."""
+    jaxtyping.install_import_hook(list(MODULES), f"{__name__}.check")
