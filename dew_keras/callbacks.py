@@ -15,7 +15,6 @@ import jax
 import keras
 import numpy as np
 
-from dew.objectives.base import pool
 from dew.placement.processes import is_primary
 
 REDRAW_SECONDS = 0.05
@@ -31,9 +30,9 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[Any] = collections.deque()
-        self._sums: dict[str, Any] = {}
-        self.steps = 0
+        self._pending: collections.deque[list[jax.Array]] = collections.deque()
+        self._structure: Any = None
+        self._sums: list[np.ndarray] = []
 
     def add(self, statistics: Mapping[str, Any]) -> None:
         """Take what a started step reports, and read what is surely done.
@@ -41,8 +40,9 @@ class RunningLogs:
         Args:
             statistics: Sums by name, on the device.
         """
-        self.steps += 1
-        self._pending.append(statistics)
+        # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
+        leaves, self._structure = jax.tree.flatten(dict(statistics))
+        self._pending.append(leaves)
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -50,18 +50,21 @@ class RunningLogs:
         """Return the means over the steps read so far, waiting only when there is none."""
         if not self._sums and self._pending:
             self._fold()
-        return self._report(self._sums) if self._sums else {}
+        return self._reported()
 
     def values(self) -> dict[str, float]:
         """Return the means over all steps, waiting for the device."""
         while self._pending:
             self._fold()
-        return self._report(self._sums) if self._sums else {}
+        return self._reported()
 
     def _fold(self) -> None:
-        host = jax.device_get(dict(self._pending.popleft()))
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        self._sums = pool(self._sums, jax.tree.map(lambda value: np.asarray(value, np.float64), host))
+        host = [np.asarray(leaf).astype(np.float64) for leaf in self._pending.popleft()]
+        self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
+
+    def _reported(self) -> dict[str, float]:
+        return self._report(jax.tree.unflatten(self._structure, self._sums)) if self._sums else {}
 
 
 class LazyLogs(dict):

@@ -364,6 +364,7 @@ class Engine:
             state = self._resumable(self.state)
         loop = trainer.loop(state)
         self.state = None
+        compiled.optimizer.claim()
         self._run = FitRun(
             loop=loop,
             optimizer=compiled.optimizer,

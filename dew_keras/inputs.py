@@ -323,6 +323,9 @@ def keras_source(
     if is_array_tree(x):
         arrays = keras_arrays(x, y, sample_weight, class_weight)
         return ArraySource(arrays, batch_size=batch_size or DEFAULT_BATCH_SIZE, sharing=sharing, seed=seed)
+    is_stream = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
+    if not is_stream and not isinstance(x, keras.utils.PyDataset):
+        raise ValueError(f"Unrecognized data type: x={x!r} of type {type(x)}. Give arrays, a PyDataset or an iterable.")
     kind = type(x).__name__
     for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
         if value is not None:
@@ -341,11 +344,9 @@ def keras_source(
             "generator, or a PyDataset."
         )
         return IterableSource(lambda epoch: x, convert, sharing=sharing, steps=None, when_spent=spent)
-    if hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping):
-        steps = len(x) if hasattr(x, "__len__") else None
-        spent = f"A pass over the {kind} gave no batch."
-        return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
-    raise ValueError(f"Unrecognized data type: x={x!r} of type {type(x)}. Give arrays, a PyDataset or an iterable.")
+    steps = len(x) if hasattr(x, "__len__") else None
+    spent = f"A pass over the {kind} gave no batch."
+    return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
 
 
 def _dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:

@@ -88,7 +88,9 @@ def run_fit(
     model.stop_training = False
     hooks.begin("train")
     logs: dict[str, float] = {}
-    for epoch in range(initial_epoch, epochs):
+    # BackupAndRestore writes the epoch to go on with when training begins.
+    first = model._initial_epoch or initial_epoch
+    for epoch in range(first, epochs):
         hooks.epoch_begin(epoch)
         logs = _train_epoch(run, model, source, hooks, epoch)
         if validation is not None and validation.is_due(epoch):

@@ -116,6 +116,11 @@ class CompiledOptimizer:
         self._seen_rate = array
         return float(array)
 
+    def claim(self) -> None:
+        """Mark the Keras object as built: its moments live in the training state, and callbacks need not make any."""
+        if not isinstance(self.public, OptaxHandle):
+            self.public.built = True
+
     def count_updates(self, updates: int) -> None:
         """Show the number of updates as the optimizer's `iterations`.
 

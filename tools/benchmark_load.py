@@ -135,7 +135,7 @@ def abstract_placement(directory, mesh, layout):
     described = describe(directory)
     abstract = abstract_variables(described.module)
     shardings = named_leaves(layout.shardings(mesh, abstract))
-    recipes = model_recipes(described.family, described.module)
+    recipes = model_recipes(described.family, described.module, abstract)
     assert stack_view(described.module).banks, "the model is stored in banks"
     return recipes, shardings
 
@@ -181,7 +181,7 @@ def child(mode, directory, mesh_text):
         as_mesh({axis: int(size) for axis, size in (part.split("=") for part in mesh_text.split(","))}),
         Layout(),
     )
-    jax.block_until_ready(jax.device_put(0.0, jax.devices()))
+    jax.block_until_ready([jax.device_put(0.0, device) for device in jax.devices()])
     if mode == "transpose":
         print(json.dumps({"seconds": transpose_all(directory), "peak_bytes": 0}))
         return
@@ -206,9 +206,8 @@ def run(mode, directory, mesh):
 def report(results, nbytes):
     """Print the table and say whether both bars hold."""
     best = {mode: min(samples, key=lambda sample: sample["seconds"]) for mode, samples in results.items()}
-    print(
-        f"checkpoint {nbytes / 1e9:.2f} GB bf16, {DEVICES} simulated devices, best of {len(results['streaming'])} samples"
-    )
+    samples = len(results["streaming"])
+    print(f"checkpoint {nbytes / 1e9:.2f} GB bf16, {DEVICES} simulated devices, best of {samples} samples")
     print(f"{'mode':<16} {'placed GB':>10} {'peak GB over start':>19} {'seconds':>8} {'GB/s':>6}")
     for mode in MODES:
         placed = best[mode].get("placed_bytes", 0) / 1e9

@@ -243,7 +243,7 @@ def _run(
     stacks = stack_view(module)
     is_split = decodes_layer_by_layer(module, variables, stacks, mesh)
     stepper = module.clone(scan_layers=False) if is_split else module
-    placements = cache_shardings(stepper, mesh, rules, tokens.shape[0], slots)
+    placements = cache_shardings(module, mesh, rules, tokens.shape[0], slots)
     compiled = functools.partial(
         compiled_program, key=(module, draw.kind, draw.key_impl, slots, is_split), mesh=mesh, rules=rules
     )
@@ -251,7 +251,7 @@ def _run(
     prompts = (variables, _placed(tokens, by_row), request)
     prefill = compiled(
         "prefill",
-        prefill_function(module, draw.kind, draw.key_impl, slots, is_split=is_split),
+        prefill_function(module, draw.kind, draw.key_impl, slots),
         prompts,
         out_shardings=(by_row, by_row, placements),
     )

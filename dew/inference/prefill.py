@@ -162,9 +162,7 @@ def _checked_budgets(max_new_tokens: int | Sequence[int], count: int) -> list[in
     return [int(budget) for budget in np.broadcast_to(budgets, (count,))]
 
 
-def prefill_function(
-    module: Any, kind: SamplingKind, key_impl: str, slots: int, *, is_split: bool = False
-) -> Callable[..., Any]:
+def prefill_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) -> Callable[..., Any]:
     """Build the function that runs the prompts and draws each row's first token.
 
     Args:
@@ -172,7 +170,6 @@ def prefill_function(
         kind: How tokens are drawn.
         key_impl: Name of the PRNG of the key's data.
         slots: Slots of the cache it returns.
-        is_split: Whether that cache has an entry per layer rather than per bank.
 
     Returns:
         Function of (variables, tokens `[B, P]`, request) giving the first token `[B]`, whether its logits were numbers
@@ -193,8 +190,7 @@ def prefill_function(
         logits = last_logits(module, variables, hidden)
         key = jax.random.wrap_key_data(request.key_data, impl=key_impl)
         token = draw_tokens(logits, kind, request.numbers, key, request.rows, request.lengths)
-        cache = reseated_cache(cache, request.longest, slots)
-        return token, rows_are_finite(logits), split_cache(cache) if is_split else cache
+        return token, rows_are_finite(logits), reseated_cache(cache, request.longest, slots)
 
     return run_prompts
 
@@ -233,15 +229,6 @@ def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
         valid=moved(cache.valid, 1),
         index=jnp.asarray(used, jnp.int32),
     )
-
-
-def split_cache(cache: KVCache) -> KVCache:
-    """Give every layer an entry of its own, banks of one."""
-
-    def layers(banks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(bank[layer : layer + 1] for bank in banks for layer in range(bank.shape[0]))
-
-    return dataclasses.replace(cache, keys=layers(cache.keys), values=layers(cache.values))
 
 
 @functools.lru_cache(maxsize=64)

@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
 
 
 class GgufFile:
-    """The mapped file: its metadata and the table of tensors."""
+    """The mapped file: its metadata and the table of tensors. It stays mapped while this lives."""
 
     def __init__(self, path: Path):
         """Map the file and read its header.
@@ -61,7 +61,7 @@ class GgufFile:
                 self.size = path.stat().st_size
                 if self.size < 24:
                     raise CheckpointError(f"{path} has {self.size} bytes; a GGUF header has at least 24.")
-                self._map: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         cursor = _Cursor(self._map, self.size, path)
@@ -100,18 +100,13 @@ class GgufFile:
 
     def raw(self, begin: int, nbytes: int) -> np.ndarray:
         """View `nbytes` bytes that start `begin` bytes into the data."""
-        assert self._map is not None, f"{self.path} is closed"
         return np.frombuffer(self._map, np.uint8, nbytes, self.data_start + begin)
 
     def release(self, begin: int, nbytes: int) -> None:
         """Drop the mapped pages of a byte range of the data."""
         start = (self.data_start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        if nbytes and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if nbytes and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, self.data_start + begin + nbytes - start)
-
-    def close(self) -> None:
-        """Forget the mapping. The system unmaps the file when the last view of it is gone."""
-        self._map = None
 
 
 class GgufSource:
@@ -200,8 +195,7 @@ class GgufSource:
         self._file.release(tensor.offset, math.prod(tensor.shape) // block_size * block_bytes)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Do nothing: the file is unmapped when it and the last view of it are gone."""
 
     def _dequantise(self, raw: np.ndarray, ggml_type: int, block_size: int, block_bytes: int) -> np.ndarray:
         if not raw.size:

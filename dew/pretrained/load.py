@@ -228,7 +228,7 @@ def load_variables(
     abstract, view = abstract_variables(module), stack_view(module)
     shardings = layout.shardings(mesh, abstract)
     layout.check(mesh, abstract, shardings, view)
-    todo = model_recipes(described.family, module)
+    todo = model_recipes(described.family, module, abstract)
     source = described.open_source()
     try:
         ignorable = described.family.ignorable
@@ -246,9 +246,15 @@ def abstract_variables(module: CausalTransformer) -> dict[str, Any]:
     return jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
 
 
-def model_recipes(family: Family, module: CausalTransformer) -> tuple[Recipe, ...]:
-    """Recipe of every leaf of a model, for load and for export."""
-    leaves = named_leaves(abstract_variables(module), is_leaf=is_box)
+def model_recipes(family: Family, module: CausalTransformer, abstract: Any = None) -> tuple[Recipe, ...]:
+    """Recipe of every leaf of a model, for load and for export.
+
+    Args:
+        family: The family that names the weights.
+        module: The model.
+        abstract: Its `abstract_variables`, where the caller has them already: tracing them takes a while.
+    """
+    leaves = named_leaves(abstract_variables(module) if abstract is None else abstract, is_leaf=is_box)
     shapes = {path: tuple((leaf.value if is_box(leaf) else leaf).shape) for path, leaf in leaves.items()}
     return recipes(family.weights, shapes, stack_view(module))
 
@@ -297,10 +303,9 @@ def _describe_gguf(
     config = reader.config(file.metadata, file.tensors, path)
     tokenizer = Tokenizer.from_gguf(file.metadata) if "tokenizer.ggml.model" in file.metadata else None
     tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    file.close()
 
     def open_source() -> TensorSource:
-        return GgufSource(GgufFile(path), reader.tensor_name, lambda name, rows: reader.row_order(name, rows, config))
+        return GgufSource(file, reader.tensor_name, lambda name, rows: reader.row_order(name, rows, config))
 
     return config, tokenizer, tokens, open_source
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from dew.objectives.base import Ratio, pool
 
@@ -55,4 +56,6 @@ def read_ratios(statistics: Mapping[str, Ratio]) -> dict[str, Ratio]:
     """
     values = jax.device_get(dict(statistics))
     names = sorted(values, key=lambda name: (name != "loss", name))
-    return {name: Ratio(float(values[name].total), float(values[name].mass)) for name in names}
+    # Floats add in double precision; an objective may report other sums than ratios, of arrays.
+    number = lambda value: float(value) if np.ndim(value) == 0 else np.float64(value)  # noqa: E731
+    return {name: jax.tree.map(number, values[name]) for name in names}

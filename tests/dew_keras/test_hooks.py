@@ -196,7 +196,9 @@ def test_text_is_that_of_keras(verbose, capsys):
         last = [line for line in lines if "10/10" not in line]
         # Times differ, and how often the bar is drawn in between; finished lines and their numbers do not.
         finished = [line for line in last if re.search(r"2/2|Epoch", line)]
-        texts.append([re.sub(r"\d+(ms|us|s)(/step|/epoch)?", "T", line).replace("\b", "") for line in finished])
+        texts.append(
+            [re.sub(r"\d+(ms|us|s)(/step|/epoch)?", "T", line).replace("\b", "").rstrip() for line in finished]
+        )
     ours, theirs = ([re.sub(r"\.(\d{3})\d", r".\1", line) for line in text] for text in texts)
     if verbose == 1:
         ours, theirs = ([line for line in text if "━" * 20 in line or "Epoch" in line] for text in (ours, theirs))
@@ -281,3 +283,21 @@ def test_the_newest_logs_do_not_wait_for_steps_in_flight():
         running.add({"loss": Ratio(jnp.float32(value), jnp.float32(1))})
     assert running.newest() == {"loss": 1.0}
     assert running.values() == {"loss": 3.0}
+
+
+def test_backup_and_restore_goes_on_after_a_crash(tmp_path):
+    x, y, _ = rows(8)
+    crash = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: 1 / (epoch - 2))
+
+    def run(callbacks):
+        model, _ = twins(optimizer="sgd", loss="mse")
+        return model, lambda: model.fit(x, y, 4, 4, 0, callbacks).history["loss"]
+
+    whole, train_whole = run([])
+    want = train_whole()
+    with pytest.raises(ZeroDivisionError):
+        run([keras.callbacks.BackupAndRestore(str(tmp_path)), crash])[1]()
+    resumed, train_resumed = run([keras.callbacks.BackupAndRestore(str(tmp_path))])
+    np.testing.assert_allclose(train_resumed(), want[2:], rtol=1e-6)
+    for got, expected in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)

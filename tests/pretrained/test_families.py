@@ -64,6 +64,8 @@ def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "beta": 1}}, "'linear' does not take 'beta'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
         ({"rope_parameters": [1]}, "rope parameters must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters and rope_scaling disagree"),
+        ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number. Received: rope_theta=-1"),
         ({"hidden_size": "absent"}, "the config lacks 'hidden_size'"),
         ({"hidden_size": 48.0}, r"hidden_size must be a positive whole number. Received: hidden_size=48\.0"),
@@ -98,6 +100,20 @@ def test_inert_fields_change_nothing(copied):
         "top_k": 5,
     }
     assert describe(copied(**inert)).module == describe(FIXTURES / "llama").module
+
+
+def test_the_published_config_of_smollm2_is_understood(copied):
+    extra = {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 1e5,
+        "use_cache": True,
+    }
+    published = {**extra, "transformers.js_config": {"dtype": "q4"}, "torch_dtype": "bfloat16", "dtype": "absent"}
+    module = describe(copied(**published, rope_parameters="absent")).module
+    assert module.layers[0].attention.rotary.theta == 1e5
+    assert module.dtype == "bfloat16"
 
 
 def test_absent_fields_take_the_defaults_of_the_config_class(copied):

@@ -104,4 +104,5 @@ def test_the_update_follows_the_gradient_of_the_total_over_the_mass():
     _, state = after(run, split(batch, 2))
     moved = jax.tree.map(lambda new, old: old - new, state.params, start["params"])
     want = jax.device_get(jax.jit(jax.grad(mean))(start["params"]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), moved, want)
+    # A weight near 1 holds its step to 6e-8.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max() + 1e-7), moved, want)

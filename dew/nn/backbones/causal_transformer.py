@@ -295,9 +295,16 @@ class CausalTransformer(nn.Module):
     def _run_cached_layers(
         self, x: Array, visibility: Visibility, tables: dict, cache: KVCache
     ) -> tuple[Array, KVCache]:
-        """Run all blocks on new tokens, appending to the cache."""
+        """Run all blocks on new tokens, appending to the cache.
+
+        The banks of the cache may be longer than the runs: decoding with a layer's weights by themselves still writes
+        into one bank for all layers, which XLA does in place. Caches of one layer it would copy at every token.
+        """
         keys, values = list(cache.keys), list(cache.values)
-        for number, run in enumerate(self._runs()):
+        places = [(bank, layer) for bank, entry in enumerate(keys) for layer in range(entry.shape[0])]
+        for run in self._runs():
+            bank, first = places[run[0]]
+            assert places[run[-1]] == (bank, first + len(run) - 1), f"layers {run} lie in several banks of the cache"
             block, weights = self._block(run, visibility, tables), self._weights(_bank_name(run))
 
             def step(carry, layer, block=block):
@@ -306,12 +313,12 @@ class CausalTransformer(nn.Module):
                 x, window = block(x, layer_weights, LayerCache(bank_keys, bank_values, index, cache.index))
                 return (x, window.keys, window.values), None
 
-            carry = (x, keys[number], values[number])
+            carry = (x, keys[bank], values[bank])
             if len(run) == 1:
-                carry, _ = step(carry, (0, weights))
+                carry, _ = step(carry, (first, weights))
             else:
-                carry, _ = jax.lax.scan(step, carry, (jnp.arange(len(run)), weights))
-            x, keys[number], values[number] = carry
+                carry, _ = jax.lax.scan(step, carry, (first + jnp.arange(len(run)), weights))
+            x, keys[bank], values[bank] = carry
         index = cache.index + x.shape[1]
         return x, cache.replace(keys=tuple(keys), values=tuple(values), index=index)
 

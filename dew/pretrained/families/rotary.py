@@ -52,7 +52,9 @@ def read_rotary(fields: Fields, max_length: int) -> RotarySpec:
     """
     parameters = fields.get("rope_parameters", None)
     older = fields.get("rope_scaling", None)
-    values = dict(_mapping(older, fields) if parameters is None else _mapping(parameters, fields))
+    if parameters is not None and older is not None and parameters != older:
+        raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; keep one of them.")
+    values = dict(_mapping(older if parameters is None else parameters, fields))
     theta = positive(values.pop("rope_theta", fields.get("rope_theta", DEFAULT_THETA)), "rope_theta", fields.where)
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)

@@ -1,0 +1,154 @@
+"""Every form of data gives each row once, pads what does not divide with zero weight, and says what is wrong."""
+
+import keras
+import numpy as np
+import pytest
+
+from dew.placement.partition import DataPartition
+from dew_keras.inputs import ArraySource, RowSharing, SlicedSource, keras_source
+from tests.dew_keras.nets import rows, twins
+
+ON_EIGHT = RowSharing(divisor=8)
+
+
+def taken(source, epoch=0):
+    return [(batch.rows, batch.data) for batch in source.open(epoch)]
+
+
+@pytest.mark.parametrize("divisor", [1, 4, 8])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 32])
+def test_each_row_is_taken_once_and_filling_weighs_nothing(batch_size, divisor):
+    x = np.arange(10, dtype="float32")[:, None]
+    source = keras_source(x, x, batch_size=batch_size, sharing=RowSharing(divisor), seed=0)
+    batches = taken(source, epoch=2)
+    assert len(batches) == source.steps == -(-10 // batch_size)
+    assert len({batch["x"].shape for _, batch in batches}) == 1, "one shape compiles once"
+    real = []
+    for count, batch in batches:
+        assert len(batch["x"]) % divisor == 0
+        mask = batch.get("rows", np.ones(len(batch["x"])))
+        assert mask.sum() == count
+        real.extend(batch["x"][mask > 0, 0])
+    assert sorted(real) == list(range(10))
+
+
+def test_an_epoch_has_its_own_order_which_the_seed_decides():
+    x = np.arange(32, dtype="float32")[:, None]
+
+    def order(seed, epoch):
+        source = keras_source(x, batch_size=8, sharing=ON_EIGHT, seed=seed)
+        return np.concatenate([batch["x"][:, 0] for _, batch in taken(source, epoch)]).tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != order(0, 1)
+    assert order(0, 0) != order(1, 0)
+    assert order(None, 0) == order(None, 5) == list(range(32))
+
+
+def test_processes_take_disjoint_shares_of_the_same_batches():
+    x = np.arange(24, dtype="float32")[:, None]
+    whole = keras_source(x, batch_size=8, sharing=ON_EIGHT, seed=3)
+    shares = [keras_source(x, batch_size=8, sharing=RowSharing(8, DataPartition(index, 2)), seed=3) for index in (0, 1)]
+    for (_, batch), *parts in zip(taken(whole), *(taken(share) for share in shares), strict=True):
+        np.testing.assert_array_equal(np.concatenate([part["x"] for _, part in parts]), batch["x"])
+
+
+def test_repeated_rows_keep_the_statistics_of_a_short_batch():
+    x = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
+    source = keras_source(x, batch_size=8, sharing=ON_EIGHT)
+    source.repeats_rows = True
+    (_, first), (count, last) = taken(source)
+    assert (len(first["x"]), count, len(last["x"])) == (8, 3, 24)
+    np.testing.assert_allclose(last["x"].mean(0), x[8:].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(last["x"].var(0), x[8:].var(0), rtol=1e-5)
+    assert last["rows"].sum() == 3
+
+
+def test_steps_per_epoch_goes_on_where_the_last_epoch_stopped():
+    x = np.arange(10, dtype="float32")[:, None]
+    source = SlicedSource(keras_source(x, batch_size=2, sharing=RowSharing()), 3)
+    epochs = [np.concatenate([batch["x"][:, 0] for _, batch in taken(source, epoch)]) for epoch in range(2)]
+    np.testing.assert_array_equal(np.concatenate(epochs), [*range(10), 0, 1])
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, arrays, size):
+        super().__init__()
+        self.arrays, self.size, self.calls = arrays, size, []
+
+    def __len__(self):
+        return -(-len(self.arrays[0]) // self.size)
+
+    def __getitem__(self, index):
+        return tuple(array[index * self.size : (index + 1) * self.size] for array in self.arrays)
+
+    def on_epoch_begin(self):
+        self.calls.append("begin")
+
+    def on_epoch_end(self):
+        self.calls.append("end")
+
+
+def test_datasets_generators_and_iterables_train_as_arrays_do():
+    x, y, weight = rows(10)
+
+    class Loader:
+        def __iter__(self):
+            return ([a[i : i + 4] for a in (x, y, weight)] for i in range(0, 10, 4))
+
+    want = twins(optimizer="sgd", loss="mse")[0].fit(x, y, 4, 2, 0, sample_weight=weight, shuffle=False).history
+    dataset = Batches((x, y, weight), 4)
+    for data in (dataset, Loader()):
+        got = twins(optimizer="sgd", loss="mse")[0].fit(data, epochs=2, verbose=0).history
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+    assert dataset.calls == ["begin", "end"] * 2
+    endless = (tuple(batch) for _ in range(9) for batch in Loader())
+    got = twins(optimizer="sgd", loss="mse")[0].fit(endless, epochs=2, steps_per_epoch=3, verbose=0).history
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+    assert len(next(endless)[0]) == 4, "no batch beyond those trained on was taken"
+
+
+def test_validation_split_is_the_end_of_the_rows_before_shuffling():
+    x, y, _ = rows(10)
+    split = twins(optimizer="sgd", loss="mse")[0].fit(x, y, 4, 1, 0, validation_split=0.3).history
+    given = twins(optimizer="sgd", loss="mse")[0]
+    given = given.fit(x[:7], y[:7], 4, 1, 0, validation_data=(x[7:], y[7:])).history
+    np.testing.assert_allclose(split["val_loss"], given["val_loss"], rtol=1e-6)
+
+
+X, Y, W = rows(6)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"x": X, "y": Y[:5]}, r"cardinality is ambiguous.*'x' sizes: 6, 'y' sizes: 5"),
+        ({"x": X[:0], "y": Y[:0]}, r"no data: the arrays have no rows"),
+        ({"x": [1, 2, 3], "y": Y}, r"Unrecognized data type"),
+        ({"x": (pair for pair in [(X, Y)]), "y": Y}, r"`y` goes with arrays; a generator"),
+        ({"x": (pair for pair in [[X, Y]])}, r"must give tuples \(x,\)"),
+        ({"x": (pair for pair in [])}, r"generator is spent"),
+        ({"x": X, "y": Y, "validation_split": 1.5}, r"validation_split=1.5"),
+        ({"x": X, "y": Y, "validation_data": (X, Y, W, W)}, r"a tuple of 4"),
+        ({"x": X, "y": Y, "validation_freq": (1, 2)}, r"validation_freq"),
+        ({"x": X, "y": Y, "batch_size": -1}, r"batch_size=-1"),
+        ({"x": X, "y": Y, "steps_per_epoch": -1}, r"steps_per_epoch=-1"),
+        ({"x": X, "y": Y, "sample_weight": W, "class_weight": {0: 1.0}}, r"class_weight"),
+        ({"x": np.asarray(["a", "b"]), "y": Y[:2]}, r"must hold numbers"),
+        ({"x": X, "y": {"a": Y, "b": Y}}, r"y must have the structure of the model's outputs"),
+        ({"x": X}, r"needs targets, and y is missing"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(arguments, text):
+    model, _ = twins(optimizer="sgd", loss="mse")
+    with pytest.raises(ValueError, match=text):
+        model.fit(**arguments, verbose=0)
+
+
+def test_a_source_of_token_rows_clears_the_mask_of_filling():
+    tokens = np.ones((5, 4), np.int32)
+    source = ArraySource({"tokens": tokens}, batch_size=4, sharing=RowSharing(4))
+    _, (count, last) = taken(source)
+    assert count == 1
+    assert last["loss_mask"].sum() == 4
+    assert last["loss_mask"][0].all()

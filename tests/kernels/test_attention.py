@@ -1,0 +1,119 @@
+"""Attention equals a loop over every query, key and head; chunks and segments change nothing they should not."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dew.kernels import attention as kernel
+from dew.kernels.attention import Visibility, attention
+from dew.nn.masks import cached_visibility, causal_visibility
+
+B, T, N, K, H = 2, 9, 4, 2, 8
+
+
+def heads(seed, length=T, num_heads=N, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    query = jax.random.normal(keys[0], (B, length, num_heads, H), dtype)
+    return query, *(jax.random.normal(key, (B, K, length, H), dtype) for key in keys[1:])
+
+
+def by_loop(query, key, value, allowed, scale, softcap=None):
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros(query.shape)
+    for b, t, n in np.ndindex(query.shape[:3]):
+        kv = n // (query.shape[2] // key.shape[1])
+        read = [s for s in range(key.shape[2]) if allowed[b][t][s]]
+        logits = [scale * query[b, t, n] @ key[b, kv, s] for s in read]
+        if softcap is not None:
+            logits = [softcap * math.tanh(logit / softcap) for logit in logits]
+        weights = [math.exp(logit - max(logits)) for logit in logits]
+        out[b, t, n] = sum(w * value[b, kv, s] for w, s in zip(weights, read, strict=True)) / sum(weights)
+    return out
+
+
+def causal(segments=None):
+    if segments is None:
+        return [[[s <= t for s in range(T)] for t in range(T)] for _ in range(B)]
+    return [[[s <= t and row[s] == row[t] for s in range(T)] for t in range(T)] for row in np.asarray(segments)]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("segments", [None, [[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]]])
+def test_it_is_the_loop_over_queries_keys_and_heads(segments, softcap):
+    query, key, value = heads(0)
+    visibility = causal_visibility(T, None if segments is None else jnp.array(segments))
+    got = attention(query, key, value, visibility=visibility, scale=0.7, softcap=softcap)
+    np.testing.assert_allclose(got, by_loop(query, key, value, causal(segments), 0.7, softcap), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("segments", [None, [[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]]])
+def test_chunks_of_queries_give_the_same_values_and_gradients(monkeypatch, segments):
+    inputs = heads(1)
+    visibility = causal_visibility(T, None if segments is None else jnp.array(segments))
+
+    def loss(query, key, value):
+        return jnp.sum(jnp.sin(attention(query, key, value, visibility=visibility, scale=0.5)))
+
+    want = jax.value_and_grad(loss, (0, 1, 2))(*inputs)
+    monkeypatch.setattr(kernel, "DENSE_QUERIES", 3)
+    monkeypatch.setattr(kernel, "QUERY_CHUNK", 4)  # 9 queries: the last chunk is filled up
+    got = jax.value_and_grad(loss, (0, 1, 2))(*inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_long_rows_never_hold_all_their_logits():
+    length = 4096
+    query, key, value = (
+        jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in [(length, K, H), *[(K, length, H)] * 2]
+    )
+    visibility = causal_visibility(length)
+
+    def loss(query, key, value):
+        return jnp.sum(attention(query, key, value, visibility=visibility, scale=1.0))
+
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, value).compile()
+    assert program.memory_analysis().temp_size_in_bytes < K * length * length * 4 / 2
+
+
+def test_a_new_token_reads_the_cache_up_to_itself_and_no_padding():
+    query, key, value = heads(2)
+    valid = jnp.array([[True] * T, [False, False] + [True] * (T - 2)])
+    index = 6
+    got = attention(query[:, :2], key, value, visibility=cached_visibility(jnp.int32(index), 2, valid), scale=1.0)
+    allowed = [[[bool(valid[b, s]) and s <= index + t for s in range(T)] for t in range(2)] for b in range(B)]
+    np.testing.assert_allclose(got, by_loop(query[:, :2], key, value, allowed, 1.0), rtol=2e-5, atol=2e-6)
+
+
+def test_a_query_that_may_read_nothing_stays_finite():
+    query, key, value = heads(3)
+    slots = jnp.arange(T)[None]
+    nothing = Visibility(
+        query_slots=slots, key_slots=slots, query_segments=jnp.ones((1, T), int), key_segments=jnp.zeros((1, T), int)
+    )
+    out, gradient = jax.value_and_grad(
+        lambda query: jnp.sum(attention(query, key, value, visibility=nothing, scale=1.0))
+    )(query)
+    assert np.isfinite(out)
+    assert np.isfinite(gradient).all()
+
+
+def test_bfloat16_heads_have_a_float32_softmax():
+    query, key, value = heads(4, dtype=jnp.bfloat16)
+    got = attention(query, key, value, visibility=causal_visibility(T), scale=1.0)
+    assert got.dtype == jnp.bfloat16
+    # One rounding of the weights and one of the result; a softmax in bfloat16 is off by several times as much.
+    np.testing.assert_allclose(got.astype(jnp.float32), by_loop(query, key, value, causal(), 1.0), atol=1.5e-2)
+
+
+def test_refused_heads_and_implementations_are_named(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    query, key, value = heads(5, num_heads=3)
+    with pytest.raises(ValueError, match="3 query heads cannot share 2 key/value heads"):
+        attention(query, key, value, visibility=causal_visibility(T), scale=1.0)
+    query, key, value = heads(5)
+    with pytest.raises(ValueError, match="implementation='cudnn'"):
+        attention(query, key, value, visibility=causal_visibility(T), scale=1.0, implementation="cudnn")

@@ -1,0 +1,63 @@
+"""The norm's order of casts is the reference's, bit for bit in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dew.nn.norm import NormSpec, RmsNorm
+from dew.nn.sharding import unboxed
+
+D = 48
+
+
+def normalised(spec, x, scale):
+    return RmsNorm(D, spec).apply({"params": {"scale": scale}}, x)
+
+
+def by_hand(x, scale, spec):
+    """The reference's statements one after the other, each rounded where the reference rounds."""
+    wide = np.asarray(x, np.float32)
+    wide = wide / np.sqrt((wide * wide).mean(-1, keepdims=True, dtype=np.float32) + np.float32(spec.eps))
+    scale = np.asarray(scale, np.float32) + spec.offset
+    if spec.cast == "before_scale":
+        return (wide.astype(x.dtype) * scale.astype(x.dtype)).astype(x.dtype)
+    return (wide * scale).astype(x.dtype)
+
+
+@pytest.mark.parametrize("cast", ["before_scale", "after_scale"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_float32_is_the_formula(cast, offset):
+    spec = NormSpec(eps=1e-3, offset=offset, cast=cast)
+    x, scale = jax.random.normal(jax.random.key(0), (7, D)), jax.random.normal(jax.random.key(1), (D,))
+    np.testing.assert_allclose(normalised(spec, x, scale), by_hand(np.asarray(x), scale, spec), rtol=2e-6)
+
+
+def test_the_order_of_casts_shows_in_bfloat16():
+    x = jax.random.normal(jax.random.key(0), (64, D), jnp.bfloat16)
+    scale = jax.random.normal(jax.random.key(1), (D,), jnp.bfloat16)
+    got = {}
+    for cast in ("before_scale", "after_scale"):
+        spec = NormSpec(eps=1e-5, cast=cast)
+        got[cast] = np.asarray(normalised(spec, x, scale))
+        assert got[cast].dtype == ml_dtypes.bfloat16
+        # The reciprocal root may differ in its last float32 bit, which seldom moves a rounding to bfloat16.
+        assert (got[cast] == by_hand(np.asarray(x), scale, spec)).mean() > 0.995
+    assert (got["before_scale"] != got["after_scale"]).mean() > 0.05
+
+
+def test_it_starts_as_a_factor_of_one():
+    for offset in (0.0, 1.0):
+        module = RmsNorm(D, NormSpec(eps=1e-5, offset=offset))
+        variables = unboxed(module.init(jax.random.key(0), jnp.ones((1, D))))
+        np.testing.assert_allclose(variables["params"]["scale"] + offset, np.ones(D))
+
+
+def test_eps_and_cast_are_checked(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"positive eps\. Received: eps=0"):
+        NormSpec(eps=0)
+    with pytest.raises(ValueError, match="cast='never'"):
+        NormSpec(eps=1e-5, cast="never")
