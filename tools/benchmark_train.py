@@ -105,15 +105,18 @@ def main(options: Options) -> float:
     chosen = {name: make() for name, make in contenders.items() if not options.only or name in options.only}
     losses: dict[str, list[float]] = {name: [sample(), sample()] for name, sample in chosen.items()}
     times: dict[str, list[float]] = {name: [] for name in chosen}
+    work: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(options.samples):
         for name, sample in chosen.items():
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             losses[name].append(sample())
             times[name].append(time.perf_counter() - began)
-    print(f"{'':22}  median s     min     max  loss at step 1, 2, 3")
+            work[name].append(time.process_time() - used)
+    print(f"{'':22}  median s     min     max  CPU s  loss at step 1, 2, 3")
     for name, seconds in times.items():
         shown = " ".join(f"{loss:.6f}" for loss in losses[name][:3])
-        print(f"{name:22}  {statistics.median(seconds):8.3f}  {min(seconds):6.3f}  {max(seconds):6.3f}  {shown}")
+        spread = f"{statistics.median(seconds):8.3f}  {min(seconds):6.3f}  {max(seconds):6.3f}"
+        print(f"{name:22}  {spread}  {statistics.median(work[name]):5.2f}  {shown}")
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     floor = min((value for name, value in medians.items() if name != "dew"), default=float("nan"))
     ratio = medians.get("dew", float("nan")) / floor

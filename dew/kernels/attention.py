@@ -102,8 +102,27 @@ def _dense(query, key, value, visibility, scale, softcap):
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(visibility.mask()[:, None, None], logits, MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    weights = _softmax(logits).astype(value.dtype)
+    if T == 1:
+        # einsum would have XLA transpose the cached values at every token; in this order it reads them as they lie.
+        batch = (((3,), (2,)), ((0, 1), (0, 1)))
+        mixed_BKGH = jax.lax.dot_general(weights.reshape(B, K, N // K, -1), value, batch)
+        return mixed_BKGH.reshape(B, T, N, H)
     return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, H)
+
+
+@jax.custom_jvp
+def _softmax(logits: Array) -> Array:
+    """Softmax over the last dimension that keeps its result, and nothing else, for the backward pass."""
+    exponentials = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    weights = _softmax(*primals)
+    change = weights * tangents[0]
+    return weights, change - weights * jnp.sum(change, axis=-1, keepdims=True)
 
 
 def _chunked(query, key, value, visibility, scale, softcap):

@@ -3,9 +3,9 @@
 Entry point: `Linear`. Heads keep a dimension of their own, so that a mesh splits whole heads.
 """
 
-import math
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 
 from dew.arrays import Array, Float
@@ -48,7 +48,6 @@ class Linear(nn.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Map `x`, in its dtype."""
-        leading, contracted = x.shape[: x.ndim - len(self.inputs)], math.prod(self.inputs)
-        kernel = self.kernel.astype(x.dtype).reshape(contracted, math.prod(self.outputs))
-        y = (x.reshape(*leading, contracted) @ kernel).reshape(*leading, *self.outputs)
+        # A product over the kernel as it is stored: a reshaped copy of it would be kept for the backward pass.
+        y = jnp.tensordot(x, self.kernel.astype(x.dtype), axes=len(self.inputs))
         return y if self.bias is None else y + self.bias.astype(x.dtype)

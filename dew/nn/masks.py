@@ -21,6 +21,7 @@ def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = N
         The visibility of T queries and T keys.
     """
     slots = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     return Visibility(query_slots=slots, key_slots=slots, query_segments=segment_ids, key_segments=segment_ids)
 
 

@@ -75,4 +75,12 @@ class Mlp(nn.Module):
         names = ("activation_batch", "activation_length", "activation_mlp")
         gate = constrain(self.gate_proj(x), names)
         up = constrain(self.up_proj(x), names)
-        return self.down_proj(ACTIVATIONS[self.spec.activation](gate) * up)
+        _ = self.down_proj.kernel  # bound here: inside the checkpoint Flax could not bind it
+
+        # Between the projections only gate and up are kept for the backward pass: the rest is elementwise and cheaper
+        # to compute again than to write and read, and the product itself is not repeated.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def finish(gate: Array, up: Array) -> Array:
+            return self.down_proj(ACTIVATIONS[self.spec.activation](gate) * up)
+
+        return finish(gate, up)

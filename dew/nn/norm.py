@@ -4,6 +4,7 @@ Entry points: `NormSpec`, `RmsNorm` (https://arxiv.org/abs/1910.07467).
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -56,9 +57,15 @@ class RmsNorm(nn.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Normalise `x` in float32 and return its dtype."""
-        wide = x.astype(jnp.float32)
-        normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.spec.eps)
-        scale = self.scale + self.spec.offset if self.spec.offset else self.scale
-        if self.spec.cast == "before_scale":
-            return scale.astype(x.dtype) * normal.astype(x.dtype)
-        return (scale.astype(jnp.float32) * normal).astype(x.dtype)
+        return _normalise(x, self.scale, self.spec)
+
+
+@functools.partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _normalise(x: Array, scale: Array, spec: NormSpec) -> Array:
+    """Normalise and scale; the backward pass keeps `x` and computes the normalised value again."""
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + spec.eps)
+    scale = scale + spec.offset if spec.offset else scale
+    if spec.cast == "before_scale":
+        return scale.astype(x.dtype) * normal.astype(x.dtype)
+    return (scale.astype(jnp.float32) * normal).astype(x.dtype)

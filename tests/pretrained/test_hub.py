@@ -48,6 +48,12 @@ def test_weights_come_from_the_commit_of_the_config(hub, source, options):
     assert asked[-1] == ("org/name", COMMIT, ("model.safetensors",))
 
 
+def test_a_branch_that_moves_between_the_two_downloads_changes_nothing(hub):
+    _, asked = hub
+    locate("org/name@main")
+    assert [revision for _, revision, _ in asked] == ["main", COMMIT]
+
+
 def test_only_the_shards_of_the_index_are_fetched(hub):
     snapshot, asked = hub
     values = load_file(FIXTURES / "llama" / "model.safetensors")
