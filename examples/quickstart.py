@@ -56,7 +56,7 @@ started = time.perf_counter()
 
 # 1. Load: the weights stream from the file straight onto the mesh when `compile` knows it.
 model = dew_keras.Model.from_preset(source)
-model.compile(optimizer=keras.optimizers.AdamW(1e-4), mesh={"fsdp": 4, "tensor": 2})
+model.compile(optimizer=keras.optimizers.AdamW(2e-4), mesh={"fsdp": 4, "tensor": 2})
 model.summary()
 
 # 2. Answer before training.

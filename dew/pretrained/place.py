@@ -6,7 +6,6 @@ threads; pages of a tensor are given back when all parts have read it.
 
 import collections
 import concurrent.futures
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,8 +82,7 @@ def leaf_dtype(recipe: Recipe, source: TensorSource, dtype: Any) -> np.dtype:
     """Dtype a leaf is stored in: `dtype`, or the widest its tensors have in the file."""
     if dtype is not None:
         return np.dtype(dtype)
-    stored = [source.info(name).dtype for name in recipe.sources]
-    return np.dtype(jax.dtypes.canonicalize_dtype(functools.reduce(np.promote_types, stored)))
+    return np.dtype(jnp.result_type(*{source.info(name).dtype for name in recipe.sources}))
 
 
 def _place_leaf(
