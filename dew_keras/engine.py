@@ -275,6 +275,11 @@ class Engine:
         else:
             self._variables = moved
 
+    @property
+    def bound_objective(self) -> Any:
+        """The objective, or None before a batch showed the outputs."""
+        return self._objective
+
     def objective(self, example: Mapping[str, Any] | None) -> Any:
         """Return what is trained, binding losses and metrics to the outputs the first time.
 
@@ -343,11 +348,12 @@ class Engine:
         return dict(sorted(logs.items()))
 
     @contextlib.contextmanager
-    def fitting(self, example: Mapping[str, Any] | None) -> Iterator[FitRun]:
+    def fitting(self, example: Mapping[str, Any] | None, *, finalize: bool = True) -> Iterator[FitRun]:
         """Run a fit: make masters and optimizer state the first time, and keep what the loop leaves.
 
         Args:
             example: A batch, for objectives that depend on it.
+            finalize: Whether the weights become their moving average at the end, where the optimizer keeps one.
 
         Yields:
             What the fit works with.
@@ -377,7 +383,7 @@ class Engine:
             loop.drain()
         finally:
             self.state, self._run = loop.state, None
-            if compiled.optimizer.finalizes_average:
+            if finalize and compiled.optimizer.finalizes_average:
                 average = jax.tree.map(jnp.copy, self.state.opt_state.slots["average"])
                 self.state = self.state.replace(variables={**self.state.variables, "params": average})
 

@@ -21,6 +21,8 @@ from dew.placement.partition import DataPartition
 from dew_keras.arrays import count_rows, is_array_tree, keras_arrays
 
 DEFAULT_BATCH_SIZE = 32
+# More rows than any array has: one batch of all of them.
+WHOLE_BATCH = 2**40
 
 
 @dataclasses.dataclass(frozen=True)

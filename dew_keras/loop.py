@@ -113,16 +113,37 @@ def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: i
     running = RunningLogs(run.report)
     for number, batch in enumerate(source.open(epoch)):
         hooks.batch_begin("train", number)
-        rate = run.optimizer.changed_rate()
-        if rate is not None:
-            run.loop.state = run.loop.state.with_learning_rate(rate)
-        result = run.loop.step(batch.data)
-        running.add(result.statistics)
-        model.count_batches(result.step // run.accumulation)
+        _step(run, model, batch, running)
         hooks.batch_end("train", number, running)
         if model.stop_training:
             break
     return running.values()
+
+
+def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
+    """Train on one batch, without hooks.
+
+    Args:
+        run: What the fit works with.
+        model: Counts the updates.
+        batch: The batch.
+
+    Returns:
+        The logs of this batch alone.
+    """
+    running = RunningLogs(run.report)
+    _step(run, model, batch, running)
+    return running.values()
+
+
+def _step(run: FitRun, model: Any, batch: Batch, running: RunningLogs) -> None:
+    """Start a training step with the learning rate that was assigned last."""
+    rate = run.optimizer.changed_rate()
+    if rate is not None:
+        run.loop.state = run.loop.state.with_learning_rate(rate)
+    result = run.loop.step(batch.data)
+    running.add(result.statistics)
+    model.count_batches(result.step // run.accumulation)
 
 
 def run_evaluate(

@@ -11,26 +11,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
-from dew.tree import named_leaves, nested
 from dew_keras.arrays import host_tree
 from dew_keras.callbacks import Hooks
 from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
 from dew_keras.generation import run_generate
-from dew_keras.inputs import SlicedSource, keras_source
-from dew_keras.loop import Validation, run_evaluate, run_fit, run_predict
+from dew_keras.inputs import WHOLE_BATCH, SlicedSource, keras_source
+from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
 from dew_keras.presets import read_preset
-from dew_keras.saving import load_weights, save_model, save_weights
 from dew_keras.summary import summary_text
+from dew_keras.weights import WeightVerbs
 
 
-class Model:
+class Model(WeightVerbs):
     """A Flax module with Keras' verbs, on any mesh.
 
     Args:
@@ -142,8 +140,17 @@ class Model:
         compiled = self._check_compiled("metrics_names")
         if compiled.language_metrics:
             return ["loss", *compiled.language_metrics]
-        known = getattr(self._engine._objective, "metrics", None)
+        known = getattr(self._engine.bound_objective, "metrics", None)
         return ["loss", *(known.names if known is not None else [])]
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The Keras metric objects, once a batch showed the outputs; their state stays with each pass."""
+        known = getattr(self._engine.bound_objective, "metrics", None)
+        return [] if known is None else known.metrics
+
+    def reset_metrics(self) -> None:
+        """Do nothing: every pass starts its own sums."""
 
     def count_batches(self, updates: int) -> None:
         """Note how many updates have been started, for `optimizer.iterations`.
@@ -338,10 +345,60 @@ class Model:
         logs = run_evaluate(
             lambda batch: trainer.score(engine.variables, batch), engine.report, self, source, hooks, steps=steps
         )
-        if return_dict:
-            return logs
-        ordered = [logs[name] for name in self._ordered(logs)]
-        return ordered[0] if len(ordered) == 1 else ordered
+        return self._returned(logs, return_dict)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """Train one step on all rows given.
+
+        Args:
+            x: As `fit`.
+            y: Targets, with arrays.
+            sample_weight: Weights, with arrays.
+            class_weight: Weight by class.
+            return_dict: Whether to return the logs by name.
+
+        Returns:
+            This batch's loss, or a list of the loss and the metrics, or a dict.
+
+        Raises:
+            ValueError: As `fit`.
+        """
+        feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("train_on_batch"))
+        source, _, _ = feeder.training(
+            x, y, sample_weight, class_weight, batch_size=WHOLE_BATCH, shuffle=False, split=0.0
+        )
+        example = source.example()
+        source.repeats_rows = self._engine.keeps_statistics(example)
+        with self._engine.fitting(example, finalize=False) as run:
+            logs = run_one_step(run, self, next(source.open(0)))
+        return self._returned(logs, return_dict)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """Score all rows given as one batch.
+
+        Args:
+            x: As `evaluate`.
+            y: Targets, with arrays.
+            sample_weight: Weights, with arrays.
+            return_dict: Whether to return the logs by name.
+
+        Returns:
+            As `evaluate`.
+
+        Raises:
+            ValueError: As `evaluate`.
+        """
+        return self.evaluate(x, y, WHOLE_BATCH, 0, sample_weight, return_dict=return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Compute the outputs of all rows given as one batch.
+
+        Args:
+            x: Arrays.
+        """
+        return self.predict(x, WHOLE_BATCH, 0)
 
     def predict(
         self,
@@ -450,88 +507,6 @@ class Model:
         elif is_primary():
             print(text)
 
-    def get_weights(self) -> list[np.ndarray]:
-        """Copy every variable to the host, one array per layer and weight, sorted by path."""
-        variables = self._engine.variables
-        if variables is None:
-            variables = self._engine.load(None)
-        return [np.asarray(leaf) for leaf in named_leaves(self._engine.view.unstack(variables)).values()]
-
-    def set_weights(self, weights: Any) -> None:
-        """Assign what `get_weights` returned; takes effect on the next step, also from a hook.
-
-        Args:
-            weights: Arrays in the order of `get_weights`.
-
-        Raises:
-            ValueError: If their number or a shape differs.
-        """
-        engine = self._engine
-        current = named_leaves(engine.view.unstack(engine.load(None)))
-        if len(weights) != len(current):
-            raise ValueError(f"set_weights needs {len(current)} arrays. Received: {len(weights)} arrays")
-        named = {}
-        for value, (path, leaf) in zip(weights, current.items(), strict=True):
-            if np.shape(value) != leaf.shape:
-                raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={np.shape(value)}")
-            named[path] = np.asarray(value)
-        engine.assign(engine.view.stack(nested(named)))
-
-    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None) -> None:
-        """Write a language model as a Hugging Face checkpoint directory, whole or not at all.
-
-        Args:
-            filepath: The directory.
-            overwrite: Whether an earlier checkpoint there may be replaced.
-            zipped: Must be None.
-
-        Raises:
-            ValueError: If the path names a file, or the module has no such format.
-            FileExistsError: If something else is there.
-        """
-        if zipped is not None:
-            raise ValueError(f"zipped is not available: save() writes a directory. Received: zipped={zipped!r}")
-        engine = self._engine
-        save_model(
-            filepath,
-            module=self.module,
-            variables=engine.load(None) if engine.is_language_model else engine.variables,
-            config=None if engine.preset is None else engine.preset.described.config,
-            tokenizer=self.tokenizer,
-            generation_config={} if engine.preset is None else engine.preset.described.generation_config,
-            is_language_model=engine.is_language_model,
-            overwrite=overwrite,
-        )
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, max_shard_size: Any = None) -> None:
-        """Write the weights into one `.weights.h5` file.
-
-        Args:
-            filepath: A path that ends in `.weights.h5`.
-            overwrite: Whether an earlier file may be replaced.
-            max_shard_size: Must be None.
-
-        Raises:
-            ValueError: If the path has another ending.
-        """
-        if max_shard_size is not None:
-            raise ValueError(f"max_shard_size is not available. Received: max_shard_size={max_shard_size}")
-        save_weights(filepath, self._engine.load(None), self._engine.view, overwrite=overwrite)
-
-    def load_weights(self, filepath: Any, skip_mismatch: bool = False) -> None:
-        """Read what `save_weights` wrote.
-
-        Args:
-            filepath: A path that ends in `.weights.h5`.
-            skip_mismatch: Leave out variables whose shape differs or that one side lacks.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If names or shapes differ.
-        """
-        engine = self._engine
-        engine.assign(load_weights(filepath, engine.load(None), engine.view, skip_mismatch=skip_mismatch))
-
     def close(self) -> None:
         """Free the device memory of the weights and the optimizer; the model cannot be used after."""
         for leaf in jax.tree.leaves((self._engine._variables, self._engine.state)):
@@ -544,11 +519,14 @@ class Model:
             raise ValueError(f"You must call `compile()` before calling `{verb}()`.")
         return self._engine.compiled
 
-    def _ordered(self, logs: Mapping[str, Any]) -> list[str]:
-        """Order log keys as Keras lists them: the loss, losses of outputs, metrics as given."""
+    def _returned(self, logs: dict[str, Any], return_dict: bool) -> Any:
+        """Hand logs back as Keras does: the loss, losses of outputs, metrics as given; a lone loss as a number."""
+        if return_dict:
+            return logs
         metrics = [name for name in self.metrics_names if name in logs and name != "loss"]
         rest = [name for name in logs if name != "loss" and name not in metrics]
-        return ["loss", *rest, *metrics]
+        ordered = [logs[name] for name in ("loss", *rest, *metrics)]
+        return ordered[0] if len(ordered) == 1 else ordered
 
 
 def _check_frequency(frequency: Any) -> None:

@@ -5,19 +5,28 @@ shardings, which no annotation of an array describes.
 """
 
 import beartype
+import jax
 import jaxtyping
+import numpy as np
+
+import dew.arrays
 
 MODULES = (
-    "dew.kernels.attention",
+    "dew.kernels",
+    "dew.parallel",
     "dew.nn.attention",
+    "dew.nn.embed",
     "dew.nn.linear",
+    "dew.nn.masks",
     "dew.nn.mlp",
     "dew.nn.norm",
+    "dew.nn.rope",
 )
 # An int is a float here, as for every type checker.
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
 
 
 def install() -> None:
-    """Check the modules from their next import on."""
+    """Check the modules from their next import on; a host array may stand wherever a device array may."""
+    dew.arrays.Array = jax.Array | np.ndarray
     jaxtyping.install_import_hook(list(MODULES), f"{__name__}.check")

@@ -79,10 +79,12 @@ def place(
 
 
 def leaf_dtype(recipe: Recipe, source: TensorSource, dtype: Any) -> np.dtype:
-    """Dtype a leaf is stored in: `dtype`, or the widest its tensors have in the file."""
+    """Dtype a leaf is stored in: `dtype`, or that of its tensors in the file; where they differ, float32 holds all."""
     if dtype is not None:
         return np.dtype(dtype)
-    return np.dtype(jnp.result_type(*{source.info(name).dtype for name in recipe.sources}))
+    stored = {source.info(name).dtype for name in recipe.sources}
+    widest = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
+    return np.dtype(np.float32) if widest == np.float64 and not jax.config.jax_enable_x64 else widest
 
 
 def _place_leaf(

@@ -154,3 +154,14 @@ def test_mesh_and_rows_are_really_split():
     assert dict(model.mesh.shape)["data"] == 8
     leaves = jax.tree.leaves(model.variables)
     assert all(len(leaf.sharding.device_set) == 8 for leaf in leaves)
+
+
+def test_on_batch_verbs_return_the_numbers_of_their_batch():
+    x, y, weight = rows(7)
+    ours, theirs = twins(optimizer="adam", loss="mse", metrics=["mae"], mesh={"data": 8})
+    for start in (0, 3):
+        batch = (x[start : start + 4], y[start : start + 4], weight[start : start + 4])
+        np.testing.assert_allclose(ours.train_on_batch(*batch), theirs.train_on_batch(*batch), rtol=1e-5)
+    np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-5)
+    np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-6)
+    same(ours.train_on_batch(x, y, return_dict=True), theirs.train_on_batch(x, y, return_dict=True))

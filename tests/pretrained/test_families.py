@@ -196,4 +196,4 @@ def test_the_index_of_families_is_explicit():
 def test_describing_starts_no_device_memory():
     before = len(jax.live_arrays())
     describe(FIXTURES / "qwen3")
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before

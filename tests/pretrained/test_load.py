@@ -27,7 +27,7 @@ def refused():
         files, arrays = everything_in(directory), len(jax.live_arrays())
         with pytest.raises(error, match=text):
             load_pretrained(directory, **options)
-        assert len(jax.live_arrays()) == arrays
+        assert len(jax.live_arrays()) <= arrays
         assert everything_in(directory) == files
 
     return check

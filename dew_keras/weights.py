@@ -1,0 +1,101 @@
+"""Verbs that read, assign and store weights, which `Model` inherits: `WeightVerbs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dew.data.text import Tokenizer
+from dew.tree import named_leaves, nested
+from dew_keras.engine import Engine
+from dew_keras.saving import load_weights, save_model, save_weights
+
+
+class WeightVerbs:
+    """Weights on the host and in files, by per-layer names whatever the storage."""
+
+    _engine: Engine
+    tokenizer: Tokenizer | None
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Copy every variable to the host, one array per layer and weight, sorted by path."""
+        variables = self._engine.variables
+        if variables is None:
+            variables = self._engine.load(None)
+        return [np.asarray(leaf) for leaf in named_leaves(self._engine.view.unstack(variables)).values()]
+
+    def set_weights(self, weights: Any) -> None:
+        """Assign what `get_weights` returned; takes effect on the next step, also from a hook.
+
+        Args:
+            weights: Arrays in the order of `get_weights`.
+
+        Raises:
+            ValueError: If their number or a shape differs.
+        """
+        engine = self._engine
+        current = named_leaves(engine.view.unstack(engine.load(None)))
+        if len(weights) != len(current):
+            raise ValueError(f"set_weights needs {len(current)} arrays. Received: {len(weights)} arrays")
+        named = {}
+        for value, (path, leaf) in zip(weights, current.items(), strict=True):
+            if np.shape(value) != leaf.shape:
+                raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={np.shape(value)}")
+            named[path] = np.asarray(value)
+        engine.assign(engine.view.stack(nested(named)))
+
+    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None) -> None:
+        """Write a language model as a Hugging Face checkpoint directory, whole or not at all.
+
+        Args:
+            filepath: The directory.
+            overwrite: Whether an earlier checkpoint there may be replaced.
+            zipped: Must be None.
+
+        Raises:
+            ValueError: If the path names a file, or the module has no such format.
+            FileExistsError: If something else is there.
+        """
+        if zipped is not None:
+            raise ValueError(f"zipped is not available: save() writes a directory. Received: zipped={zipped!r}")
+        engine = self._engine
+        save_model(
+            filepath,
+            module=engine.module,
+            variables=engine.load(None) if engine.is_language_model else engine.variables,
+            config=None if engine.preset is None else engine.preset.described.config,
+            tokenizer=self.tokenizer,
+            generation_config={} if engine.preset is None else engine.preset.described.generation_config,
+            is_language_model=engine.is_language_model,
+            overwrite=overwrite,
+        )
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, max_shard_size: Any = None) -> None:
+        """Write the weights into one `.weights.h5` file.
+
+        Args:
+            filepath: A path that ends in `.weights.h5`.
+            overwrite: Whether an earlier file may be replaced.
+            max_shard_size: Must be None.
+
+        Raises:
+            ValueError: If the path has another ending.
+        """
+        if max_shard_size is not None:
+            raise ValueError(f"max_shard_size is not available. Received: max_shard_size={max_shard_size}")
+        save_weights(filepath, self._engine.load(None), self._engine.view, overwrite=overwrite)
+
+    def load_weights(self, filepath: Any, skip_mismatch: bool = False) -> None:
+        """Read what `save_weights` wrote.
+
+        Args:
+            filepath: A path that ends in `.weights.h5`.
+            skip_mismatch: Leave out variables whose shape differs or that one side lacks.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If names or shapes differ.
+        """
+        engine = self._engine
+        engine.assign(load_weights(filepath, engine.load(None), engine.view, skip_mismatch=skip_mismatch))
