@@ -68,6 +68,8 @@ newest: $(VENV)/.installed-test
 reference: $(VENV)/.installed-test
 	$(BIN)/python tools/reference.py
 
+# One worker per core, each with its own eight simulated devices; PYTEST_ARGS replaces the arguments.
+PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 pytest: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 

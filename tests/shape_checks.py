@@ -20,7 +20,6 @@ MODULES = (
     "dew.nn.masks",
     "dew.nn.mlp",
     "dew.nn.norm",
-    "dew.nn.rope",
 )
 # An int is a float here, as for every type checker.
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))

@@ -1,9 +1,7 @@
-"""Time greedy generation beside loops written by hand: same weights, same prompts, one run.
+"""Time greedy generation beside loops written by hand: `python tools/benchmark_generate.py --samples 7`.
 
-    python tools/benchmark_generate.py --samples 7
-
-Samples are interleaved; medians are compared. The bar is 0.95 of the tokens per second of the faster of the
-handwritten scan and unrolled loops, float32, one device, the shapes of SmolLM2-135M.
+Same weights, same prompts, one run; samples are interleaved and medians compared. The bar is 0.95 of the tokens per
+second of the faster of the handwritten scan and unrolled loops, float32, one device, the shapes of SmolLM2-135M.
 """
 
 from __future__ import annotations

@@ -217,15 +217,13 @@ def report(results, nbytes):
         print(f"{mode:<16} {placed:>10.3f} {peak:>19.3f} {seconds:>8.2f} {speed:>6.2f} {processor:>6.2f}")
     peak = max(sample["peak_bytes"] for sample in results["streaming"])
     allowed = best["streaming"]["placed_bytes"] + best["streaming"]["largest_shard_bytes"] + EXTRA_BYTES
-    # Samples of one round ran one after the other: their ratio is less disturbed than that of separate best times.
-    ratios = [
-        loaded["seconds"] / (read["seconds"] + turned["seconds"])
-        for loaded, read, turned in zip(results["streaming"], results["plain read"], results["transpose"], strict=True)
-    ]
-    memory_holds, time_holds = peak <= allowed, min(ratios) <= TIME_RATIO
+    # The best sample of each: on a shared machine a slow reference would excuse a slow loader.
+    ratio = best["streaming"]["seconds"] / (best["plain read"]["seconds"] + best["transpose"]["seconds"])
+    memory_holds, time_holds = peak <= allowed, ratio <= TIME_RATIO
     print(f"peak over start {peak / 1e9:.3f} GB, allowed {allowed / 1e9:.3f}: {'holds' if memory_holds else 'MISSED'}")
-    listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"time over (plain read + transpose) {listed}; allowed {TIME_RATIO}: {'holds' if time_holds else 'MISSED'}")
+    print(
+        f"time over (plain read + transpose) {ratio:.2f}, allowed {TIME_RATIO}: {'holds' if time_holds else 'MISSED'}"
+    )
     return memory_holds and time_holds
 
 

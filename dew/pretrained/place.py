@@ -84,7 +84,7 @@ def leaf_dtype(recipe: Recipe, source: TensorSource, dtype: Any) -> np.dtype:
         return np.dtype(dtype)
     stored = {source.info(name).dtype for name in recipe.sources}
     widest = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
-    return np.dtype(np.float32) if widest == np.float64 and not jax.config.jax_enable_x64 else widest
+    return np.dtype(np.float32) if widest == np.float64 and not jax.config.read("jax_enable_x64") else widest
 
 
 def _place_leaf(

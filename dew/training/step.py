@@ -170,23 +170,28 @@ def _apply(
     optimizer: optax.GradientTransformation, state: TrainState, gradients: Any, loss: Ratio
 ) -> tuple[TrainState, jax.Array]:
     """Divide the window's sums and update, or keep everything where that has no meaning."""
-    params = state.params
-    divisor = jnp.where(loss.mass > 0, loss.mass, 1)
-    mean = jax.tree.map(
-        lambda g, p: (g.astype(accumulation_dtype(p.dtype)) / divisor).astype(p.dtype),
-        gradients,
-        params,
-    )
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(mean)]
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradients)]
     accept = jnp.all(jnp.stack([loss.mass > 0, jnp.isfinite(loss.total), *finite]))
-    updates, opt_state = optimizer.update(mean, state.opt_state, params)
-    # Selecting leaf by leaf fuses into the update; a conditional would copy the whole state.
-    select = lambda new, old: jnp.where(accept, new, old)  # noqa: E731
-    new_params = jax.tree.map(select, optax.apply_updates(params, updates), params)
+
+    def update(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+        # One division in all: XLA:CPU divides element by element at half the speed of the whole update.
+        scale = 1 / loss.mass
+        mean = jax.tree.map(
+            lambda g, p: (g.astype(accumulation_dtype(p.dtype)) * scale).astype(p.dtype), gradients, params
+        )
+        updates, new = optimizer.update(mean, opt_state, params)
+        new = jax.tree.map(lambda leaf, old: jnp.asarray(leaf, old.dtype), new, opt_state)
+        return optax.apply_updates(params, updates), new
+
+    def keep(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+        return params, opt_state
+
+    # Not a select per leaf: the old moments would have to outlive the new ones, which copies the state (5 times slower).
+    params, opt_state = jax.lax.cond(accept, update, keep, state.params, state.opt_state, gradients)
     state = state.replace(
         updates=state.updates + accept.astype(jnp.int32),
-        variables={**state.variables, "params": new_params},
-        opt_state=jax.tree.map(select, opt_state, state.opt_state),
+        variables={**state.variables, "params": params},
+        opt_state=opt_state,
     )
     return state, accept
 

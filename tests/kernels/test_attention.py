@@ -65,6 +65,27 @@ def test_chunks_of_queries_give_the_same_values_and_gradients(monkeypatch, segme
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_its_gradients_are_those_of_plain_softmax_attention(softcap):
+    segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]])
+    visibility = causal_visibility(T, segments)
+
+    def ours(query, key, value):
+        return jnp.sum(jnp.sin(attention(query, key, value, visibility=visibility, scale=0.5, softcap=softcap)))
+
+    def plain(query, key, value):
+        key, value = (jnp.repeat(x, N // K, axis=1) for x in (key, value))
+        logits = jnp.einsum("BTNH,BNSH->BNTS", query, key) * 0.5
+        logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        allowed = jnp.tril(jnp.ones((T, T), bool)) & (segments[:, :, None] == segments[:, None, :])
+        weights = jax.nn.softmax(jnp.where(allowed[:, None], logits, -jnp.inf))
+        return jnp.sum(jnp.sin(jnp.einsum("BNTS,BNSH->BTNH", weights, value)))
+
+    got, want = (jax.grad(loss, (0, 1, 2))(*heads(6)) for loss in (ours, plain))
+    for gradient, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(expected))))
+
+
 def test_long_rows_never_hold_all_their_logits():
     length = 4096
     query, key, value = (

@@ -48,6 +48,22 @@ def test_the_order_of_casts_shows_in_bfloat16():
     assert (got["before_scale"] != got["after_scale"]).mean() > 0.05
 
 
+@pytest.mark.parametrize("cast", ["before_scale", "after_scale"])
+def test_its_gradients_are_those_of_the_formula(cast):
+    spec = NormSpec(eps=1e-3, offset=1.0, cast=cast)
+    x, scale = jax.random.normal(jax.random.key(0), (7, D)), jax.random.normal(jax.random.key(1), (D,))
+
+    def formula(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-3) * (scale + 1)
+
+    got, want = (
+        jax.grad(lambda x, scale, f=f: jnp.sum(jnp.sin(f(x, scale))), (0, 1))(x, scale)
+        for f in (lambda x, scale: normalised(spec, x, scale), formula)
+    )
+    for gradient, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(expected))))
+
+
 def test_it_starts_as_a_factor_of_one():
     for offset in (0.0, 1.0):
         module = RmsNorm(D, NormSpec(eps=1e-5, offset=offset))

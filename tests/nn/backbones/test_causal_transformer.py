@@ -162,6 +162,24 @@ def test_recomputation_changes_no_gradient(storage):
     assert_close(named_leaves(full_gradients), named_leaves(gradients))
 
 
+def test_the_backward_pass_keeps_what_the_projections_read_and_no_weight():
+    rows, length = 3, 11  # sizes that no weight has
+    module = tiny_decoder()
+    variables = variables_of(module)
+    tokens = np.zeros((rows, length), np.int32)
+
+    def loss(variables):
+        return jnp.sum(module.apply(variables, tokens, method="hidden_states"))
+
+    program = jax.make_jaxpr(jax.grad(loss))(variables)
+    forward = next(eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+    kept = sorted(var.aval.size for var in forward.outvars[forward.params["num_carry"] :])
+    tokens_per_bank = 4 * rows * length
+    # Input and output of both norms and the mixed heads, 32 wide; queries, keys and values; one softmax; gate and up.
+    widths = [*[32] * 5, 4 * 8, 2 * 8, 2 * 8, 4 * length, 64, 64]
+    assert kept == sorted(tokens_per_bank * width for width in widths)
+
+
 def residual_bytes(remat):
     module = tiny_decoder(num_layers=8, remat=remat)
     tokens = np.zeros((8, 64), np.int32)
