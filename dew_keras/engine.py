@@ -241,7 +241,8 @@ class Engine:
         if self._given_variables is not None:
             given = plain(self._given_variables)
             _check_structure(given, plain(abstract))
-            self._variables = jax.tree.map(jax.device_put, given, shardings)
+            # A copy: training consumes the weights, and those given may be another model's.
+            self._variables = jax.tree.map(functools.partial(jax.device_put, may_alias=False), given, shardings)
         else:
             make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
             with self.context():
@@ -348,12 +349,11 @@ class Engine:
         return dict(sorted(logs.items()))
 
     @contextlib.contextmanager
-    def fitting(self, example: Mapping[str, Any] | None, *, finalize: bool = True) -> Iterator[FitRun]:
+    def fitting(self, example: Mapping[str, Any] | None) -> Iterator[FitRun]:
         """Run a fit: make masters and optimizer state the first time, and keep what the loop leaves.
 
         Args:
             example: A batch, for objectives that depend on it.
-            finalize: Whether the weights become their moving average at the end, where the optimizer keeps one.
 
         Yields:
             What the fit works with.
@@ -377,15 +377,22 @@ class Engine:
             report=self.report,
             score=trainer.score,
             accumulation=compiled.accumulation,
+            finish=self._take_average,
         )
         try:
             yield self._run
             loop.drain()
         finally:
             self.state, self._run = loop.state, None
-            if finalize and compiled.optimizer.finalizes_average:
-                average = jax.tree.map(jnp.copy, self.state.opt_state.slots["average"])
-                self.state = self.state.replace(variables={**self.state.variables, "params": average})
+
+    def _take_average(self) -> None:
+        """Make the weights their moving average, where the optimizer keeps one and has made an update."""
+        assert self._run is not None, "called while a fit runs"
+        loop, state = self._run.loop, self._run.loop.state
+        # Before the first update the average is still zeros.
+        if self._run.optimizer.finalizes_average and int(state.opt_state.count):
+            average = jax.tree.map(jnp.copy, state.opt_state.slots["average"])
+            loop.state = state.replace(variables={**state.variables, "params": average})
 
     def _resumable(self, state: TrainState) -> TrainState:
         """Fit a kept state to the compiled accumulation window."""

@@ -55,6 +55,7 @@ class FitRun:
         report: Turns sums into logs.
         score: Starts scoring a batch with given variables.
         accumulation: Batches per update.
+        finish: Called once when the last epoch has ended, before the hooks of the end.
     """
 
     loop: Loop
@@ -62,6 +63,7 @@ class FitRun:
     report: Callable[[Any], dict[str, float]]
     score: Callable[[Any, Any], Any]
     accumulation: int
+    finish: Callable[[], None]
 
 
 def run_fit(
@@ -106,6 +108,7 @@ def run_fit(
         hooks.epoch_end(epoch, logs)
         if model.stop_training:
             break
+    run.finish()
     hooks.end("train", logs)
 
 

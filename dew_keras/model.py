@@ -371,7 +371,7 @@ class Model(WeightVerbs):
         )
         example = source.example()
         source.repeats_rows = self._engine.keeps_statistics(example)
-        with self._engine.fitting(example, finalize=False) as run:
+        with self._engine.fitting(example) as run:
             logs = run_one_step(run, self, next(source.open(0)))
         return self._returned(logs, return_dict)
 

@@ -89,24 +89,28 @@ def compare(shape: Shape, options: Options, rows: int) -> float:
     """Print the table of one number of rows; return our tokens per second over the faster floor's."""
     prompts = np.random.default_rng(rows).integers(0, shape.vocab, (rows, options.prompt)).astype(np.int32)
     chosen = contenders(shape, options, prompts)
-    first, times, tokens = {}, {name: [] for name in chosen}, {}
+    first, tokens = {}, {}
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    # On a busy machine the processor time of all threads is the steadier column.
+    worked: dict[str, list[float]] = {name: [] for name in chosen}
     for name, sample in chosen.items():
         began = time.perf_counter()
         tokens[name] = sample()
         first[name] = time.perf_counter() - began
     for _ in range(options.samples):
         for name, sample in chosen.items():
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             sample()
             times[name].append(time.perf_counter() - began)
+            worked[name].append(time.process_time() - busy)
     base = next(iter(tokens.values()))
-    print(f"{rows} rows{'':16}  median s     min     max  tokens/s  first call s  tokens equal")
+    print(f"{rows} rows{'':16}  median s     min     max  processor s  tokens/s  first call s  tokens equal")
     for name, seconds in times.items():
         rate = rows * options.new_tokens / statistics.median(seconds)
         same = f"{np.mean(tokens[name] == base):.3f}"
         print(
             f"{name:22}  {statistics.median(seconds):8.3f}  {min(seconds):6.3f}  {max(seconds):6.3f}  "
-            f"{rate:8.1f}  {first[name]:12.1f}  {same:>12}"
+            f"{statistics.median(worked[name]):11.3f}  {rate:8.1f}  {first[name]:12.1f}  {same:>12}"
         )
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     floor = min((value for name, value in medians.items() if name != "dew"), default=float("nan"))

@@ -227,11 +227,12 @@ def test_smollm2_continues_as_the_reference_does(smollm2_file):
     want = json.loads((FIXTURES / "smollm2.json").read_text())
     loaded = load_pretrained(smollm2_file, mesh={"fsdp": 4, "tensor": 2})
     assert loaded.module.dtype == "float32"
-    for row in want["prompts"]:
-        prompt, output = row["prompt_ids"], row["output_ids"]
-        assert loaded.tokenizer.encode(row["prompt"]) == prompt
-        tokens = np.zeros((8, 96), np.int32)
-        tokens[:, : len(prompt) + len(output)] = prompt + output
-        with jax.set_mesh(loaded.mesh):
-            best = np.asarray(jax.jit(loaded.module.apply)(loaded.variables, tokens)[0].argmax(-1))
-        assert best[len(prompt) - 1 : len(prompt) + len(output) - 1].tolist() == output
+    rows = [(row["prompt"], row["prompt_ids"], row["output_ids"]) for row in want["prompts"]]
+    tokens = np.zeros((8, 96), np.int32)
+    for number, (words, prompt, output) in enumerate(rows):
+        assert loaded.tokenizer.encode(words) == prompt
+        tokens[number, : len(prompt) + len(output)] = prompt + output
+    with jax.set_mesh(loaded.mesh):
+        best = np.asarray(jax.jit(lambda *inputs: loaded.module.apply(*inputs).argmax(-1))(loaded.variables, tokens))
+    for number, (_, prompt, output) in enumerate(rows):
+        assert best[number, len(prompt) - 1 : len(prompt) + len(output) - 1].tolist() == output
