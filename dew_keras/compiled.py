@@ -87,6 +87,11 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
     weighted = None if isinstance(weighted, str) and weighted == "auto" else weighted
     language_metrics: tuple[str, ...] = ()
     if is_token_loss:
+        if given["loss_weights"] is not None:
+            raise ValueError(
+                "loss_weights are factors of several losses; loss='auto' is one, the token cross entropy. "
+                f"Received: loss_weights={given['loss_weights']!r}"
+            )
         language_metrics = _language_metrics(metrics, weighted, is_auto=given["weighted_metrics"] == "auto")
     else:
         check_loss_names(loss)
@@ -163,6 +168,9 @@ def _refuse_execution_options(given: Mapping[str, Any]) -> None:
 
 
 def _language_metrics(metrics: Any, weighted: Any, *, is_auto: bool) -> tuple[str, ...]:
+    for argument, value in (("metrics", metrics), ("weighted_metrics", weighted)):
+        if value is not None and not isinstance(value, list | tuple):
+            raise ValueError(f"Expected `{argument}` argument to be a list or tuple. Received: {argument}={value!r}")
     if not metrics and not weighted:
         return LANGUAGE_METRICS if is_auto else ()
     found = []

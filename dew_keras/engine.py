@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dew.objectives.language import LanguageModel
+from dew.objectives.language import LanguageModel, check_token_ids
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
@@ -128,14 +129,16 @@ class Engine:
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
         fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed)
-        fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
-        if self.is_language_model:
-            fresh.placements(fresh.abstract_variables())
+        fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
+        moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
+        # The declared names, where the module's shapes are known without data; else what plain shapes allow.
+        known = fresh.abstract_variables() if self.is_language_model else _shapes(self.variables)
+        places = fresh.placements(known)
+        if self.is_pretrained and not self.is_built:
+            self._variables = fresh.load(None)
         keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
-        old_layout, self.layout = self.layout, fresh.layout
-        moves = self.is_built and (self.mesh != new_mesh or old_layout != self.layout)
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
-        self._storage = precision[1]
+        self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._trainer = self._objective = None
         for name in ("mesh", "call", "predictor"):
@@ -143,11 +146,9 @@ class Engine:
         if self.state is not None and not keeps_moments:
             self._variables, self.state = self.state.variables, None
         if moves:
-            self._move()
+            self._move(places)
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
-        if self.is_pretrained and not self.is_built:
-            self.load(None)
 
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
         module = self._given_module
@@ -242,7 +243,8 @@ class Engine:
             given = plain(self._given_variables)
             _check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
-            self._variables = jax.tree.map(functools.partial(jax.device_put, may_alias=False), given, shardings)
+            # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
+            self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
         else:
             make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
             with self.context():
@@ -265,12 +267,9 @@ class Engine:
         else:
             self._variables = placed
 
-    def _move(self) -> None:
+    def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.variables)
-        # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        tree = self.abstract_variables() if self.is_language_model else shapes
-        moved = jax.tree.map(jax.device_put, self.variables, self.placements(tree))
+        moved = jax.tree.map(jax.device_put, self.variables, places)
         if self.state is not None:
             self.state = self.state.replace(variables=moved)
         else:
@@ -418,10 +417,20 @@ class Engine:
 
         Args:
             batch: Holds `x`.
+
+        Raises:
+            ValueError: If a language model is given ids outside its vocabulary, or rows longer than its context.
         """
+        if self.is_language_model:
+            ids = batch["x"]["tokens"] if isinstance(batch["x"], Mapping) else batch["x"]
+            check_token_ids(self.module, ids, positions=np.shape(ids)[-1])
         placed = shard_batch(self.mesh, {"x": batch["x"]})
         with self.context():
             return self.predictor(self.variables, placed["x"])
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:

@@ -70,6 +70,7 @@ class Feeder:
             ValueError: If the forms do not go together.
         """
         seed = self.engine.seed if shuffle else None
+        self._refuse_targets(y)
         if self._takes_language(x, y):
             if sample_weight is not None or class_weight is not None:
                 raise ValueError("Token rows are weighed by their loss_mask; leave sample_weight and class_weight out.")
@@ -116,6 +117,8 @@ class Feeder:
         """
         if isinstance(data, _Rows):
             return self._source(data.arrays, batch_size, None), []
+        if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], tuple):
+            data = data[0]
         is_tuple = isinstance(data, tuple) and bool(data) and not isinstance(data[0], str)
         if not is_tuple and self._takes_language(data, None):
             rows = self._rows(data, _row_length(like))
@@ -128,17 +131,39 @@ class Feeder:
                 f"Received: a tuple of {len(data)}"
             )
         x, y, weight = (*data, None, None)[:3] if is_tuple else (data, None, None)
+        self._refuse_targets(y)
         return keras_source(x, y, weight, batch_size=batch_size, sharing=self.engine.sharing), []
 
     def _source(self, arrays: Mapping[str, Any], batch_size: int | None, seed: int | None) -> ArraySource:
-        return ArraySource(arrays, batch_size=batch_size or DEFAULT_BATCH_SIZE, sharing=self.engine.sharing, seed=seed)
+        rows = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+        return ArraySource(arrays, batch_size=rows, sharing=self.engine.sharing, seed=seed)
+
+    @property
+    def _has_token_loss(self) -> bool:
+        loss = self.compiled.loss
+        return self.engine.is_language_model and isinstance(loss, str) and loss == "auto"
+
+    def _refuse_targets(self, y: Any) -> None:
+        if y is not None and self._has_token_loss:
+            raise ValueError(
+                "A language model with loss='auto' is scored on its own next tokens: leave y out, mark what counts in "
+                f"a loss_mask, or give compile() a Keras loss. Received: y of type {type(y).__name__}"
+            )
 
     def _takes_language(self, x: Any, y: Any) -> bool:
-        return self.engine.is_language_model and y is None and is_language_input(x)
+        if not self.engine.is_language_model or y is not None:
+            return False
+        # The token loss reads nothing else, so what is neither rows nor batches of them is refused as language input.
+        return is_language_input(x) or (self._has_token_loss and not self._streams_language(x, y))
 
     def _streams_language(self, x: Any, y: Any) -> bool:
-        is_stream = hasattr(x, "__iter__") and not is_array_tree(x) and not isinstance(x, keras.utils.PyDataset)
-        return self.engine.is_language_model and y is None and is_stream
+        if not self.engine.is_language_model or y is not None or isinstance(x, str | bytes | Mapping):
+            return False
+        if isinstance(x, keras.utils.PyDataset):
+            return self._has_token_loss
+        if isinstance(x, list | tuple) and self._has_token_loss:
+            return bool(x) and not is_language_input(x)
+        return hasattr(x, "__iter__") and not is_array_tree(x)
 
     def _rows(self, inputs: Any, length: int | None) -> LanguageRows:
         compiled = self.compiled
@@ -152,11 +177,16 @@ class Feeder:
 
     def _arrays(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Token rows for the token cross entropy; inputs and targets for a Keras loss on logits."""
-        is_token_loss = isinstance(self.compiled.loss, str) and self.compiled.loss == "auto"
-        return dict(arrays) if is_token_loss else as_keras_batch(arrays)
+        return dict(arrays) if self._has_token_loss else as_keras_batch(arrays)
 
     def _stream_batch(self, item: Any) -> dict[str, Any]:
         item = item[0] if isinstance(item, tuple) and len(item) == 1 else item
+        if not is_language_input(item):
+            raise TypeError(
+                "A batch for a language model is texts, {'prompts': [...], 'responses': [...]}, chats, an integer array "
+                "[rows, T + 1], or a dict of such arrays with 'tokens'. "
+                f"Received: a batch of type {type(item).__name__}, {str(item)[:60]}"
+            )
         if not is_token_rows(item) and self.compiled.sequence_length is None:
             raise ValueError(
                 "Batches of texts need one length: give compile(sequence_length=...). Received: sequence_length=None"

@@ -63,6 +63,20 @@ class RowSharing:
         return jax.tree.map(lambda leaf: leaf[len(leaf) // count * index : len(leaf) // count * (index + 1)], data)
 
 
+def check_count(name: str, value: Any) -> None:
+    """Refuse a number of rows or batches that is no positive integer.
+
+    Args:
+        name: The argument's name, for the error.
+        value: What was given; None, where an argument has a default, is let through.
+
+    Raises:
+        ValueError: If it is no count.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+        raise ValueError(f"{name} must be a positive integer. Received: {name}={value!r}")
+
+
 class Source(Protocol):
     """Batches, pass after pass.
 
@@ -153,8 +167,7 @@ class ArraySource:
     def __init__(
         self, arrays: Mapping[str, Any], *, batch_size: int, sharing: RowSharing, seed: int | None = None
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
-            raise ValueError(f"batch_size must be a positive integer. Received: batch_size={batch_size!r}")
+        check_count("batch_size", batch_size)
         self.arrays = dict(arrays)
         self.rows = count_rows(self.arrays)
         self.batch_size = int(batch_size)
@@ -271,8 +284,7 @@ class SlicedSource:
     """
 
     def __init__(self, source: Source, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
-            raise ValueError(f"steps_per_epoch must be a positive integer. Received: steps_per_epoch={steps!r}")
+        check_count("steps_per_epoch", steps)
         self.steps = int(steps)
         self.repeats_rows = source.repeats_rows
         self._source = source
@@ -324,7 +336,8 @@ def keras_source(
     """
     if is_array_tree(x):
         arrays = keras_arrays(x, y, sample_weight, class_weight)
-        return ArraySource(arrays, batch_size=batch_size or DEFAULT_BATCH_SIZE, sharing=sharing, seed=seed)
+        rows = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+        return ArraySource(arrays, batch_size=rows, sharing=sharing, seed=seed)
     is_stream = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
     if not is_stream and not isinstance(x, keras.utils.PyDataset):
         raise ValueError(f"Unrecognized data type: x={x!r} of type {type(x)}. Give arrays, a PyDataset or an iterable.")
@@ -339,7 +352,7 @@ def keras_source(
         return keras_arrays(*unpacked(item, kind), class_weight)
 
     if isinstance(x, keras.utils.PyDataset):
-        return _dataset_source(x, convert, sharing)
+        return dataset_source(x, convert, sharing)
     if isinstance(x, types.GeneratorType):
         spent = (
             "The generator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless "
@@ -351,7 +364,15 @@ def keras_source(
     return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
 
 
-def _dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:
+def dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:
+    """Make a source of a `keras.utils.PyDataset`, with its hooks at both ends of an epoch.
+
+    Args:
+        dataset: The data set.
+        convert: Turns one of its batches into arrays by name.
+        sharing: How rows meet the mesh.
+    """
+
     def iterate(epoch: int) -> Iterator[Any]:
         dataset.on_epoch_begin()
         count = dataset.num_batches

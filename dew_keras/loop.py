@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,7 +225,5 @@ def run_predict(apply: Callable[[Any], Any], model: Any, source: Source, hooks: 
 
 
 def _limited(source: Source, steps: int | None) -> Iterator[Batch]:
-    for number, batch in enumerate(source.open(0)):
-        if steps is not None and number >= steps:
-            return
-        yield batch
+    # No batch beyond the last is taken: a generator's would be lost.
+    return itertools.islice(source.open(0), steps)

@@ -21,7 +21,7 @@ from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
 from dew_keras.generation import run_generate
-from dew_keras.inputs import WHOLE_BATCH, SlicedSource, keras_source
+from dew_keras.inputs import WHOLE_BATCH, SlicedSource, check_count, keras_source
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
 from dew_keras.presets import read_preset
 from dew_keras.summary import summary_text
@@ -272,6 +272,8 @@ class Model(WeightVerbs):
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
         _check_frequency(validation_freq)
+        check_count("validation_steps", validation_steps)
+        check_count("validation_batch_size", validation_batch_size)
         feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("fit"))
         source, held_out, notes = feeder.training(
             x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=validation_split
@@ -335,6 +337,7 @@ class Model(WeightVerbs):
         Raises:
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
+        check_count("steps", steps)
         feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("evaluate"))
         data = x if y is None and sample_weight is None else (x, y, sample_weight)
         source, _ = feeder.held_out(data, batch_size, what="evaluation")
@@ -423,6 +426,7 @@ class Model(WeightVerbs):
         Raises:
             ValueError: If the data does not fit.
         """
+        check_count("steps", steps)
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())

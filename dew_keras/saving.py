@@ -119,7 +119,7 @@ def load_weights(filepath: Any, shapes: Any, view: StackView, *, skip_mismatch: 
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     wanted = named_leaves(view.unstack(shapes))
-    with h5py.File(path, "r") as file:
+    with _opened(path) as file:
         if file.attrs.get("format") != FORMAT:
             raise ValueError(f"{path} was not written by save_weights of this library.")
         stored: dict[str, Any] = {}
@@ -133,6 +133,13 @@ def load_weights(filepath: Any, shapes: Any, view: StackView, *, skip_mismatch: 
                 f"{path} holds {len(unknown)} variables that the module does not have: {unknown[:5]}.{hint}"
             )
     return view.stack(nested(found))
+
+
+def _opened(path: Path) -> h5py.File:
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise ValueError(f"{path} is damaged: {error}. Save the weights again.") from error
 
 
 def _checked(name: str, leaf: Any, stored: Mapping[str, Any], path: Path, *, skip_mismatch: bool) -> Any:

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from dew.data.chat import is_chat
 from dew.data.text import Tokenizer
 from dew.data.tokens import RowReport, language_rows
-from dew_keras.inputs import IterableSource, RowSharing, Source
+from dew_keras.inputs import IterableSource, RowSharing, Source, dataset_source
 
 
 def is_language_input(x: Any) -> bool:
@@ -78,6 +79,8 @@ def language_stream(batches: Any, convert: Callable[[Any], dict[str, Any]], *, s
         convert: Turns one of them into token rows.
         sharing: How rows meet the mesh.
     """
+    if isinstance(batches, keras.utils.PyDataset):
+        return dataset_source(batches, convert, sharing)
     is_spent_once = iter(batches) is batches
     spent = (
         "The iterator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless one."

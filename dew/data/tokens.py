@@ -189,6 +189,9 @@ def _answered_prompts(inputs: Mapping[str, Any], tokenizer: Tokenizer) -> list[D
             "A dict of language-model inputs holds 'prompts' and 'responses', or 'tokens' with optional "
             f"'loss_mask', 'segment_ids', 'positions'. Received: {sorted(map(str, inputs))}"
         )
+    for name in ("prompts", "responses"):
+        if isinstance(inputs[name], str):
+            raise TypeError(f"{name!r} is a list of texts, one per row. Received: {name}={inputs[name]!r}")
     prompts, responses = list(inputs["prompts"]), list(inputs["responses"])
     if len(prompts) != len(responses):
         raise ValueError(

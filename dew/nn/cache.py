@@ -23,8 +23,8 @@ class KVCache(struct.PyTreeNode):
     """The cache of a model.
 
     Attributes:
-        keys: Rotated keys of each bank of layers, [L, B, K, S, H].
-        values: Values of each bank, [L, B, K, S, H].
+        keys: Rotated keys of each run of layers with like heads, [L, B, K, S, H].
+        values: Values of each run, [L, B, K, S, H].
         index: Slot the next token is written to, int32 scalar.
         valid: Slots that hold a real token rather than padding, [B, S].
     """
@@ -95,10 +95,13 @@ class LayerCache(struct.PyTreeNode):
         Returns:
             The window after the write, and all of the layer's keys and values, [B, K, S, H].
         """
-        keys, values = self._written(self.keys, key), self._written(self.values, value)
-        return self.replace(keys=keys, values=values), keys[self.layer], values[self.layer]
+        keys, all_keys = self._written(self.keys, key)
+        values, all_values = self._written(self.values, value)
+        return self.replace(keys=keys, values=values), all_keys, all_values
 
-    def _written(self, bank: Array, new: Array) -> Array:
-        start = (self.layer, 0, 0, self.index, 0)
+    def _written(self, bank: Array, new: Array) -> tuple[Array, Array]:
+        """Write a block of slots; give the bank and the layer's part of it."""
         block = new.swapaxes(1, 2)[None].astype(bank.dtype)
-        return constrain(jax.lax.dynamic_update_slice(bank, block, start), CACHE_NAMES)
+        start = (self.layer, 0, 0, self.index, 0)
+        bank = constrain(jax.lax.dynamic_update_slice(bank, block, start), CACHE_NAMES)
+        return bank, bank[self.layer]

@@ -140,19 +140,33 @@ class LanguageModel:
                 raise ValueError(
                     f"{name} must have the shape of tokens, {tokens.shape}. Received: shape={np.shape(batch[name])}."
                 )
-        vocab = self.module.vocab_size
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
-            raise ValueError(
-                f"Token ids must lie in [0, {vocab}), the model's vocabulary. Received ids from "
-                f"{tokens.min()} to {tokens.max()}. Use the tokenizer of this model."
-            )
-        longest = getattr(self.module, "max_length", None)
-        if longest is not None and tokens.shape[1] - 1 > longest:
-            raise ValueError(
-                f"Rows of {tokens.shape[1] - 1} positions exceed the model's context of {longest}. "
-                "Cut the rows or lower sequence_length."
-            )
+        check_token_ids(self.module, tokens, positions=tokens.shape[1] - 1)
         return tokens.astype(np.int32)
+
+
+def check_token_ids(module: Any, tokens: np.ndarray, *, positions: int) -> None:
+    """Refuse tokens that a module would read as something else: a lookup outside a table is no error on a device.
+
+    Args:
+        module: A module with `vocab_size` and, where its context ends, `max_length`.
+        tokens: Token ids.
+        positions: How many positions of a row the module reads.
+
+    Raises:
+        ValueError: If a token is not in the vocabulary, or a row exceeds the context.
+    """
+    vocab = module.vocab_size
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
+        raise ValueError(
+            f"Token ids must lie in [0, {vocab}), the model's vocabulary. Received ids from "
+            f"{tokens.min()} to {tokens.max()}. Use the tokenizer of this model."
+        )
+    longest = getattr(module, "max_length", None)
+    if longest is not None and positions > longest:
+        raise ValueError(
+            f"Rows of {positions} positions exceed the model's context of {longest}. "
+            "Cut the rows or lower sequence_length."
+        )
 
 
 def positions_in_segments(segments: np.ndarray) -> np.ndarray:

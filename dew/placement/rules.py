@@ -157,6 +157,8 @@ def _updated_defaults(changes: Mapping[str, Any]) -> tuple[Rule, ...]:
 def _checked_axes(name: str, axes: Any) -> str | tuple[str, ...] | None:
     if axes is None:
         return None
+    if not isinstance(axes, str | Sequence):
+        raise TypeError(f"The rule for {name!r} must name mesh axes, or be None for whole. Received: {axes!r}")
     several = (axes,) if isinstance(axes, str) else tuple(axes)
     for axis in several:
         if axis not in AXES:

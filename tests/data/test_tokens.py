@@ -113,6 +113,7 @@ def test_token_rows_pass_through():
         ([], ValueError, "There is no data"),
         ({"prompts": [], "responses": []}, ValueError, "There is no data"),
         ({"prompts": ["a"], "responses": []}, ValueError, "1 prompts, 0 responses"),
+        ({"prompts": "a", "responses": ["b"]}, TypeError, "'prompts' is a list of texts"),
         ({"prompts": ["a"]}, ValueError, r"Received: \['prompts'\]"),
         (["a", 3], TypeError, "not mixed. Received: a list of int, str"),
         (7, TypeError, "Received: int"),

@@ -12,12 +12,13 @@ from dew.tree import named_leaves
 from tests.tiny import tiny_batch, tiny_decoder
 
 ROWS = 8
+RATE = 1000.0  # moves a weight far beyond its own rounding, so that moves compare like gradients
 
 
 def build(accumulation=1, optimizer=None, devices=1):
     return Trainer(
         LanguageModel(tiny_decoder(num_layers=2)),
-        optimizer or make_optimizer("sgd", 1.0),
+        optimizer or make_optimizer("sgd", RATE),
         mesh=build_mesh(MeshSpec(), jax.devices()[:devices]),
         accumulation=accumulation,
     )

@@ -222,8 +222,8 @@ class CausalTransformer(nn.Module):
             length: Slots a row has: prompt and new tokens, padding included.
             dtype: Dtype of keys and values; None means the compute dtype.
         """
-        attentions = [(len(run), self.layers[run[0]].attention) for run in self._runs()]
-        shapes = tuple((count, spec.num_kv_heads, spec.head_dim) for count, spec in attentions)
+        heads = [(spec.attention.num_kv_heads, spec.attention.head_dim) for spec in self.layers]
+        shapes = tuple((len(list(run)), *shape) for shape, run in itertools.groupby(heads))
         return empty_cache(shapes, batch, length, self.dtype if dtype is None else dtype)
 
     def _runs(self) -> tuple[tuple[int, ...], ...]:
@@ -297,8 +297,8 @@ class CausalTransformer(nn.Module):
     ) -> tuple[Array, KVCache]:
         """Run all blocks on new tokens, appending to the cache.
 
-        The banks of the cache may be longer than the runs: decoding with a layer's weights by themselves still writes
-        into one bank for all layers, which XLA does in place. Caches of one layer it would copy at every token.
+        The banks of the cache are longer than the runs where layers are stored apart: writes into one bank for all
+        layers XLA does in place, caches of one layer it would copy at every token.
         """
         keys, values = list(cache.keys), list(cache.values)
         places = [(bank, layer) for bank, entry in enumerate(keys) for layer in range(entry.shape[0])]
