@@ -61,6 +61,7 @@ class Engine:
         self._run: FitRun | None = None
         self._objective: Any = None
         self._trainer: Trainer | None = None
+        self._is_closed = False
 
     @property
     def is_language_model(self) -> bool:
@@ -120,6 +121,7 @@ class Engine:
             ValueError: If the mesh does not fit the devices, or an option does not fit the module.
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
+        self._check_open()
         if self._run is not None:
             raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
         if layout is not None and not isinstance(layout, Layout):
@@ -137,6 +139,9 @@ class Engine:
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
         keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
+        if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
+            # An open window of another length cannot be finished; its batches are dropped.
+            self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
@@ -230,6 +235,7 @@ class Engine:
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
+        self._check_open()
         if self.is_built:
             return self.variables
         if self.is_pretrained:
@@ -250,6 +256,19 @@ class Engine:
             with self.context():
                 self._variables = make(jax.random.fold_in(jax.random.key(self.seed), 0))
         return self._variables
+
+    def close(self) -> None:
+        """Free the weights and the training state; everything that needs them is refused from here."""
+        if self._run is not None:
+            raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        for leaf in jax.tree.leaves((self._variables, self.state)):
+            leaf.delete()
+        self._variables = self.state = None
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("close() freed the weights of this model. Build it again, or load what was saved of it.")
 
     def assign(self, variables: Any) -> None:
         """Replace the weights, also between two steps of a running fit.
@@ -366,7 +385,7 @@ class Engine:
             state = trainer.place(self.load(example))
             self._variables = None  # the loop consumes them
         else:
-            state = self._resumable(self.state)
+            state = self._with_window(self.state, trainer)
         loop = trainer.loop(state)
         self.state = None
         compiled.optimizer.claim()
@@ -393,13 +412,13 @@ class Engine:
             average = jax.tree.map(jnp.copy, state.opt_state.slots["average"])
             loop.state = state.replace(variables={**state.variables, "params": average})
 
-    def _resumable(self, state: TrainState) -> TrainState:
-        """Fit a kept state to the compiled accumulation window."""
-        assert self.compiled is not None, "verbs check that the model is compiled"
-        if (self.compiled.accumulation > 1) == (state.accumulator is not None):
+    def _with_window(self, state: TrainState, trainer: Trainer) -> TrainState:
+        """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
+        if trainer.accumulation == 1 or state.accumulator is not None:
             return state
-        zeros = empty_accumulator(state.params) if self.compiled.accumulation > 1 else None
-        return state.replace(accumulator=zeros, microstep=jnp.zeros((), jnp.int32))
+        shapes = _shapes(state.params)
+        make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
+        return state.replace(accumulator=make())
 
     @functools.cached_property
     def predictor(self) -> Any:

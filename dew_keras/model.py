@@ -513,9 +513,7 @@ class Model(WeightVerbs):
 
     def close(self) -> None:
         """Free the device memory of the weights and the optimizer; the model cannot be used after."""
-        for leaf in jax.tree.leaves((self._engine._variables, self._engine.state)):
-            leaf.delete()
-        self._engine._variables = self._engine.state = None
+        self._engine.close()
         gc.collect()
 
     def _check_compiled(self, verb: str) -> Compiled:

@@ -67,10 +67,14 @@ def checkpointed(block: Callable[..., Any], remat: str | None, *, in_loop: bool)
 
 
 _FREE_TO_REPEAT = frozenset(
-    {"sharding_constraint", "reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type"}
+    {
+        *("sharding_constraint", "reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type"),
+        *("mul", "sub", "logistic"),
+    }
 )
-"""Primitives that only rename or recast a value: repeating one is free, keeping its output could keep a gathered weight
-in another shape (a four-layer step kept every attention kernel whole, as the matrix it is multiplied as)."""
+"""Primitives whose outputs are not kept. The first only rename or recast a value: keeping one could keep a gathered
+weight in another shape (a four-layer step kept every attention kernel whole, as the matrix it is multiplied as). The
+others fuse into what reads them; kept, they held four more arrays of the mlp's hidden width per layer."""
 
 
 def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:

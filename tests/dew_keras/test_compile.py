@@ -46,6 +46,8 @@ def test_a_bad_argument_is_refused_at_compile(arguments, text):
     [
         ({"metrics": ["mse"]}, r"Known names: accuracy, perplexity, token_accuracy"),
         ({"metrics": [keras.metrics.MeanSquaredError()]}, r"give a Keras loss too"),
+        ({"metrics": "accuracy"}, r"Expected `metrics` argument to be a list or tuple. Received: metrics='accuracy'"),
+        ({"loss_weights": [2.0]}, r"Received: loss_weights=\[2.0\]"),
         ({"remat": "minimal"}, r"minimal"),
         ({"mesh": {"stage": 2}}, r"stage"),
     ],

@@ -256,6 +256,32 @@ def test_an_exception_in_a_hook_leaves_the_weights_of_the_last_step():
     assert len(model.fit(x, y, 2, 1, 0).history["loss"]) == 1
 
 
+def test_an_average_without_an_update_does_not_replace_the_weights():
+    x, y, _ = rows(8)
+    model, _ = twins(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True), loss="mse")
+    model.predict(x, verbose=0)
+    weights = model.get_weights()
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, 4, 1, 0, [Fails()])
+    model.fit(x, np.full_like(y, np.nan), 4, 1, 0)  # losses that are not finite update nothing
+    for got, want in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_restored_weights_outlast_the_average_as_in_keras():
+    x, y, _ = rows(8)
+    ours, theirs = twins(optimizer=lambda: keras.optimizers.SGD(5.0, use_ema=True), loss="mse")
+    for model in (ours, theirs):
+        stopping = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+        model.fit(x, y, 8, 10, 0, [stopping], shuffle=False)
+    np.testing.assert_allclose(ours.predict(x, verbose=0), theirs.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+
+
 def test_logs_are_read_only_when_somebody_looks():
     calls = []
 

@@ -132,6 +132,8 @@ X, Y, W = rows(6)
         ({"x": X, "y": Y, "validation_data": (X, Y, W, W)}, r"a tuple of 4"),
         ({"x": X, "y": Y, "validation_freq": (1, 2)}, r"validation_freq"),
         ({"x": X, "y": Y, "batch_size": -1}, r"batch_size=-1"),
+        ({"x": X, "y": Y, "batch_size": 0}, r"batch_size=0"),
+        ({"x": X, "y": Y, "validation_data": (X, Y), "validation_steps": 0}, r"validation_steps=0"),
         ({"x": X, "y": Y, "steps_per_epoch": -1}, r"steps_per_epoch=-1"),
         ({"x": X, "y": Y, "sample_weight": W, "class_weight": {0: 1.0}}, r"class_weight"),
         ({"x": np.asarray(["a", "b"]), "y": Y[:2]}, r"must hold numbers"),
@@ -143,6 +145,21 @@ def test_data_that_does_not_fit_is_refused(arguments, text):
     model, _ = twins(optimizer="sgd", loss="mse")
     with pytest.raises(ValueError, match=text):
         model.fit(**arguments, verbose=0)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_a_pass_of_no_batches_is_refused(steps):
+    model, _ = twins(optimizer="sgd", loss="mse")
+    for verb in (lambda: model.evaluate(X, Y, steps=steps), lambda: model.predict(X, steps=steps)):
+        with pytest.raises(ValueError, match=f"steps must be a positive integer. Received: steps={steps}"):
+            verb()
+
+
+def test_a_limited_pass_takes_no_batch_beyond_its_last():
+    model, _ = twins(optimizer="sgd", loss="mse")
+    batches = ((X[at : at + 2], Y[at : at + 2]) for at in (0, 2, 4))
+    model.evaluate(batches, steps=2, verbose=0)
+    np.testing.assert_array_equal(next(batches)[0], X[4:])
 
 
 def test_a_source_of_token_rows_clears_the_mask_of_filling():

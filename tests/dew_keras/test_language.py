@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+import shutil
 
 import flax.linen as nn
 import jax
@@ -246,3 +247,110 @@ def test_weights_files_hold_one_entry_per_layer_and_load_into_other_storage(tmp_
         model.save_weights(tmp_path / "a.h5")
     with pytest.raises(FileNotFoundError, match="no file"):
         model.load_weights(tmp_path / "b.weights.h5")
+
+
+def test_another_accumulation_starts_a_new_window():
+    batch = tiny_batch(rows=8, length=12, seed=4)
+    model = language_model(accumulation=3)
+    model.fit(batch, batch_size=2, verbose=0, shuffle=False)  # one batch of the second window stays open
+    fresh = language_model(accumulation=2)
+    fresh.set_weights(model.get_weights())
+    model.compile(optimizer=model.optimizer, mesh={"fsdp": 4, "tensor": 2}, layout=SPLIT_ALL, accumulation=2)
+    got = model.fit(batch, batch_size=2, epochs=2, verbose=0, shuffle=False).history["loss"]
+    want = fresh.fit(batch, batch_size=2, epochs=2, verbose=0, shuffle=False).history["loss"]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert got[1] < got[0]
+
+
+def test_variables_given_to_a_model_are_not_consumed_by_training():
+    first = language_model()
+    before = first.evaluate(tiny_batch(), verbose=0)
+    second = dew_keras.Model(tiny_language_module(), variables=first.variables)
+    second.compile(mesh={"fsdp": 4, "tensor": 2}, layout=SPLIT_ALL)
+    second.fit(tiny_batch(), verbose=0)
+    assert first.evaluate(tiny_batch(), verbose=0) == before
+
+
+def test_a_data_set_of_token_rows_trains_as_the_rows_do():
+    batch = tiny_batch(rows=8)
+    parts = [{name: value[at : at + 4] for name, value in batch.items()} for at in (0, 4)]
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return len(parts)
+
+        def __getitem__(self, index):
+            return parts[index]
+
+    model = language_model()
+    want = model.evaluate(batch, batch_size=4, verbose=0)
+    for data in (Rows(), parts, [(part,) for part in parts]):
+        assert model.evaluate(data, verbose=0) == pytest.approx(want, rel=1e-6)
+    assert model.evaluate((batch,), batch_size=4, verbose=0) == pytest.approx(want, rel=1e-6)
+
+
+TOKENS = tiny_batch(rows=4)["tokens"]
+
+
+@pytest.mark.parametrize(
+    "x, y, text",
+    [
+        ([], None, "There is no data"),
+        (None, None, "Received: NoneType"),
+        (TOKENS.astype("float32"), None, "Token rows are integers.*dtype=float32"),
+        (TOKENS[:, :, None], None, r"Token rows are integers of shape \[rows, T \+ 1\]"),
+        (TOKENS.tolist(), None, "A batch for a language model is texts.*of type list"),
+        ([b"abc"], None, "A batch for a language model is texts.*of type bytes"),
+        ({"prompt": ["a"], "responses": ["b"]}, None, "holds 'prompts' and 'responses'"),
+        ({"prompts": "ab", "responses": "cd"}, None, "'prompts' is a list of texts"),
+        (TOKENS, TOKENS, "leave y out"),
+    ],
+)
+def test_data_a_language_model_cannot_read_is_refused_with_the_forms_it_reads(trained, x, y, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        trained.fit(x, y, verbose=0)
+    with pytest.raises((ValueError, TypeError), match=text):
+        trained.evaluate(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "ids, text", [(TOKENS + 64, r"must lie in \[0, 64\)"), (np.ones((1, 65), np.int32), "context of 64")]
+)
+def test_predict_refuses_ids_and_lengths_the_model_does_not_have(trained, ids, text):
+    with pytest.raises(ValueError, match=text):
+        trained.predict(ids, verbose=0)
+
+
+def test_a_closed_model_is_not_begun_anew():
+    model = language_model()
+    closes = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: model.close())
+    with pytest.raises(RuntimeError, match=r"close\(\) cannot be called from a callback"):
+        model.fit(tiny_batch(), verbose=0, callbacks=[closes])
+    model.close()
+    fit, generate = (lambda: model.fit(tiny_batch(), verbose=0)), (lambda: model.generate([[5]], max_new_tokens=2))
+    for use in (fit, generate, model.compile):
+        with pytest.raises(RuntimeError, match=r"close\(\) freed the weights"):
+            use()
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_model_uncompiled(tmp_path):
+    shutil.copytree("tests/fixtures/llama", tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    model = dew_keras.Model.from_preset(tmp_path / "llama")
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        model.compile(mesh={"fsdp": 8}, layout=SPLIT_ALL)
+    assert not model.compiled
+    assert model.mesh.shape["data"] == 8
+    file.write_bytes(whole)
+    model.compile(mesh={"fsdp": 8}, layout=SPLIT_ALL)
+    assert model.built
+
+
+def test_a_damaged_weights_file_is_named(tmp_path, trained):
+    path = tmp_path / "a.weights.h5"
+    trained.save_weights(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"a\.weights\.h5 is damaged"):
+        trained.load_weights(path)
