@@ -183,8 +183,8 @@ class Feeder:
         item = item[0] if isinstance(item, tuple) and len(item) == 1 else item
         if not is_language_input(item):
             raise TypeError(
-                "A batch for a language model is texts, {'prompts': [...], 'responses': [...]}, chats, an integer array "
-                "[rows, T + 1], or a dict of such arrays with 'tokens'. "
+                "A batch for a language model is texts, {'prompts': [...], 'responses': [...]}, chats, an integer "
+                "array [rows, T + 1], or a dict of such arrays with 'tokens'. "
                 f"Received: a batch of type {type(item).__name__}, {str(item)[:60]}"
             )
         if not is_token_rows(item) and self.compiled.sequence_length is None:

@@ -10,8 +10,6 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.placement.processes import is_primary

@@ -186,7 +186,8 @@ def _apply(
     def keep(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
         return params, opt_state
 
-    # Not a select per leaf: the old moments would have to outlive the new ones, which copies the state (5 times slower).
+    # Not a select per leaf: the old moments would have to outlive the new ones, which copies the state (5 times
+    # slower on CPU).
     params, opt_state = jax.lax.cond(accept, update, keep, state.params, state.opt_state, gradients)
     state = state.replace(
         updates=state.updates + accept.astype(jnp.int32),
