@@ -143,8 +143,10 @@ def token_budgets(
             f"Received: max_length={max_length}, max_new_tokens={max_new_tokens}"
         )
     if max_new_tokens is not None:
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be 1 or more. Received: max_new_tokens={max_new_tokens}")
+        if not _is_whole(max_new_tokens) or max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens must be 1 or more, a whole number. Received: max_new_tokens={max_new_tokens!r}"
+            )
         return [int(max_new_tokens)] * len(prompts)
     longest = max(len(prompt) for prompt in prompts)
     if max_length is None:
@@ -180,13 +182,15 @@ def stop_ids(
         The ids, without repeats.
 
     Raises:
-        ValueError: If `given` is another word, or "auto" finds no id.
+        ValueError: If `given` is another word or no ids, or "auto" finds no id.
     """
     if given is None:
         return ()
     if not isinstance(given, str):
-        return tuple(dict.fromkeys(int(token) for token in given))
-    if given != "auto":
+        ids = list(given) if isinstance(given, Iterable) else [None]
+        if all(map(_is_whole, ids)):
+            return tuple(dict.fromkeys(map(int, ids)))
+    if not isinstance(given, str) or given != "auto":
         raise ValueError(f"stop_token_ids must be 'auto', None or a list of ids. Received: stop_token_ids={given!r}")
     found = [] if tokenizer is None else list(tokenizer.stop_ids)
     ends = generation_config.get("eos_token_id")
@@ -199,12 +203,12 @@ def stop_ids(
     return tuple(dict.fromkeys(int(token) for token in found))
 
 
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+
+
 def _is_ids(item: Any) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and bool(item)
-        and all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in item)
-    )
+    return isinstance(item, list | tuple) and bool(item) and all(map(_is_whole, item))
 
 
 def _open_ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:

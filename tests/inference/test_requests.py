@@ -92,6 +92,7 @@ def test_budgets_count_from_the_limit_that_was_given():
     [
         ({"max_length": 20, "max_new_tokens": 2}, "not both. Received: max_length=20, max_new_tokens=2"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
+        ({"max_new_tokens": 1.5}, "a whole number. Received: max_new_tokens=1.5"),
         ({"max_length": 9}, "a prompt has 9 tokens already"),
         ({"max_length": 101}, "max_length=101 exceeds the model's context of 100"),
     ],
@@ -112,3 +113,6 @@ def test_stop_ids():
         stop_ids("auto", None, {})
     with pytest.raises(ValueError, match=r"must be 'auto', None or a list of ids. Received: stop_token_ids='end'"):
         stop_ids("end", tokenizer, {})
+    for given in (5, [1.5], [True]):
+        with pytest.raises(ValueError, match="a list of ids. Received"):
+            stop_ids(given, tokenizer, {})

@@ -146,6 +146,8 @@ def test_malformed_rules_and_names_are_refused():
         normalized_rules([("mlp", ("fsdp", "fsdp"))])
     with pytest.raises(TypeError, match="pair"):
         normalized_rules(["mlp"])
+    with pytest.raises(TypeError, match=r"must name mesh axes.*Received: 3"):
+        normalized_rules([("mlp", 3)])
     with pytest.raises(ValueError, match="repeat a name"):
         resolve(("mlp", "mlp"), (4, 4), mesh_of())
     with pytest.raises(ValueError, match="do not match shape"):
