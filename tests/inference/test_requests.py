@@ -114,5 +114,5 @@ def test_stop_ids():
     with pytest.raises(ValueError, match=r"must be 'auto', None or a list of ids. Received: stop_token_ids='end'"):
         stop_ids("end", tokenizer, {})
     for given in (5, [1.5], [True]):
-        with pytest.raises(ValueError, match="a list of ids. Received"):
+        with pytest.raises(ValueError, match=r"a list of ids\. Received"):
             stop_ids(given, tokenizer, {})
