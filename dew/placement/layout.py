@@ -28,7 +28,7 @@ from dew.placement.rules import (
     spec_axes,
 )
 from dew.placement.stacks import StackView, is_box
-from dew.tree import map_named, named_leaves
+from dew.tree import closest, map_named, named_leaves
 
 __all__ = ["Layout", "LayoutRefused", "refuse_unsupported_axes"]
 
@@ -164,8 +164,10 @@ class Layout:
             stacks: How banks stand for layers, so that the error gives per-layer paths.
 
         Raises:
-            LayoutRefused: If the replicated fraction exceeds `tolerance`, naming the five largest leaves.
+            LayoutRefused: If a rule names a dimension that no parameter declares, or the replicated fraction exceeds
+                `tolerance`, naming the five largest leaves.
         """
+        self._refuse_unmatched_rules(tree)
         split_axes = {axis: mesh.shape[axis] for axis in PARAMETER_AXES if mesh.shape[axis] > 1}
         if not split_axes:
             return
@@ -197,6 +199,24 @@ class Layout:
     def _counts(self, leaf: Any) -> bool:
         """Whether a leaf should be split: matrices of `min_shard` elements, not the scales and biases of a layer."""
         return len(_layer_shape(leaf)) > 1 and _elements(leaf) >= self.min_shard
+
+    def _refuse_unmatched_rules(self, tree: PyTree) -> None:
+        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo."""
+        declared = {
+            name for leaf in jax.tree.leaves(tree, is_leaf=is_box) if is_box(leaf) for name in leaf.names if name
+        }
+        if not declared:
+            return
+        known = declared | {name for name, _ in DEFAULT_RULES}
+        for name, _ in self.rules:
+            if name in known or name.startswith("activation_"):
+                continue
+            guess = closest(name, sorted(known))
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise LayoutRefused(
+                f"The layout has a rule for {name!r}, but no parameter declares a dimension of that name; "
+                f"they declare {', '.join(sorted(declared))}.{hint} Names of activations start with 'activation_'."
+            )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:
         resolution = self.place(mesh, path, leaf)

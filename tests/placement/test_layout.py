@@ -251,3 +251,21 @@ def test_the_table_has_a_row_per_leaf_with_layers_and_rule():
     assert "32x64" in row
     assert "(fsdp, tensor)" in row
     assert "mlp -> tensor" in row
+
+
+def test_a_rule_for_a_dimension_that_nothing_declares_is_refused():
+    mesh, tree = build_mesh(MeshSpec(tensor=2)), decoder()
+    for rules in ({"mpl": "tensor"}, (("mpl", "tensor"), ("embed", "fsdp"))):
+        layout = Layout(rules=rules)
+        with pytest.raises(LayoutRefused, match=r"rule for 'mpl'.*Did you mean 'mlp'\?"):
+            layout.check(mesh, tree, layout.shardings(mesh, tree))
+    own = Layout(rules={"activation_patches": "tensor"})
+    own.check(mesh, tree, own.shardings(mesh, tree))
+
+
+def test_the_reason_for_a_replicated_bank_is_not_that_its_layers_stay_together():
+    mesh, tree, layout = build_mesh(MeshSpec(tensor=2)), decoder(), Layout(rules={"mlp": None}, min_shard=1)
+    with pytest.raises(LayoutRefused) as refusal:
+        layout.check(mesh, tree, layout.shardings(mesh, tree), view())
+    assert "layers_0..3/mlp" in str(refusal.value)
+    assert "'layers' whole" not in str(refusal.value)
