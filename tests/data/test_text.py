@@ -1,7 +1,6 @@
 """Ids equal the definition of byte-pair encoding; special tokens come once; chats mark the answers."""
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ CHAT = [
     {"role": "user", "content": "and the rain?"},
     {"role": "assistant", "content": "it's 31 lanes: ünder way 🚂"},
 ]
-WEIGHTS = pathlib.Path(__file__).parents[2] / "examples" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.sampled_from("\n\t"), max_size=40))
@@ -171,11 +169,10 @@ def test_transformers_reads_what_is_saved_and_gives_the_same_ids(pre, tmp_path):
 
 
 @pytest.mark.weights
-@pytest.mark.skipif(not WEIGHTS.is_file(), reason="python examples/download_smollm2.py fetches the weights")
-def test_the_published_model_has_its_published_ids():
+def test_the_published_model_has_its_published_ids(smollm2_file):
     from dew.pretrained import describe
 
-    tokenizer = describe(WEIGHTS).tokenizer
+    tokenizer = describe(smollm2_file).tokenizer
     # From transformers 5.24 on the published tokenizer.json.
     assert tokenizer.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     text = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'

@@ -9,7 +9,6 @@ import zipfile
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-WEIGHTS = EXAMPLES / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def rows(name):
@@ -46,8 +45,7 @@ def test_prompts_are_asked_once():
 
 
 @pytest.mark.weights
-@pytest.mark.skipif(not WEIGHTS.is_file(), reason="python examples/download_smollm2.py fetches the weights")
-def test_every_row_fits_64_positions_with_the_models_template():
+def test_every_row_fits_64_positions_with_the_models_template(smollm2_file):
     from dew.data import language_rows
     from dew.pretrained import describe
 
@@ -55,7 +53,7 @@ def test_every_row_fits_64_positions_with_the_models_template():
         [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
         for row in rows("train.jsonl") + rows("validation.jsonl")
     ]
-    _, report = language_rows(chats, describe(WEIGHTS).tokenizer, 64)
+    _, report = language_rows(chats, describe(smollm2_file).tokenizer, 64)
     assert report.truncated_tokens == 0
 
 
