@@ -17,6 +17,7 @@ from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
 from dew_keras.arrays import host_tree
 from dew_keras.callbacks import Hooks
+from dew_keras.compile_config import compile_arguments, compile_config
 from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
@@ -217,6 +218,24 @@ class Model(StepMethods, WeightVerbs):
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
             self._updates = 0
+
+    def get_compile_config(self) -> dict[str, Any] | None:
+        """Describe what `compile` was given as JSON data; None before `compile`.
+
+        Raises:
+            ValueError: If an argument cannot be described: an optax transformation, a lambda.
+        """
+        compiled = self._engine.compiled
+        return None if compiled is None else compile_config(compiled.arguments)
+
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """Compile as `get_compile_config` describes it.
+
+        Args:
+            config: The description. Classes and functions of your own are found in a
+                `keras.saving.custom_object_scope`.
+        """
+        self.compile(**compile_arguments(config))
 
     def fit(
         self,
