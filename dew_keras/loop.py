@@ -142,12 +142,13 @@ def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
 
 def _step(run: FitRun, model: Any, batch: Batch, running: RunningLogs) -> None:
     """Start a training step with the learning rate that was assigned last."""
-    rate = run.optimizer.changed_rate()
-    if rate is not None:
-        run.loop.state = run.loop.state.with_learning_rate(rate)
+    state = run.loop.state
+    fresh = run.optimizer.with_rates(state)
+    if fresh is not state:
+        run.loop.state = fresh
     result = run.loop.step(batch.data)
     running.add(result.statistics)
-    model.count_batches(result.step // run.accumulation)
+    model.count_batches(result.step)
 
 
 def run_evaluate(

@@ -57,7 +57,7 @@ class Model(WeightVerbs):
         self.history: Any = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._initial_epoch: int | None = None
-        self._updates = 0
+        self._batches = 0
         self._generate_calls = 0
 
     @classmethod
@@ -119,7 +119,7 @@ class Model(WeightVerbs):
         """The Keras optimizer, or a handle with `learning_rate` and `iterations` for an optax transformation."""
         if self._engine.compiled is None:
             return None
-        self._engine.compiled.optimizer.count_updates(self._updates)
+        self._engine.show_progress(self._batches)
         return self._engine.compiled.optimizer.public
 
     @property
@@ -150,13 +150,13 @@ class Model(WeightVerbs):
     def reset_metrics(self) -> None:
         """Do nothing: every pass starts its own sums."""
 
-    def count_batches(self, updates: int) -> None:
-        """Note how many updates have been started, for `optimizer.iterations`.
+    def count_batches(self, batches: int) -> None:
+        """Note how many batches have been trained on, for `optimizer.iterations`.
 
         Args:
-            updates: The number.
+            batches: The number.
         """
-        self._updates = updates
+        self._batches = batches
 
     # Verbs ---------------------------------------------------------------------------------------
 
@@ -198,14 +198,15 @@ class Model(WeightVerbs):
             run_eagerly: Must be False.
             steps_per_execution: Must be 1.
             jit_compile: "auto" or True.
-            auto_scale_loss: Accepted; no precision policy here scales the loss.
+            auto_scale_loss: Whether dtype="mixed_float16" puts the optimizer into a `LossScaleOptimizer`.
             mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
-            dtype: "auto" for the checkpoint's dtype with float32 masters, or a Keras policy name.
+            dtype: A Keras policy or its name: "float32", "bfloat16", "mixed_bfloat16", "mixed_float16". "auto" is
+                the checkpoint's dtype with float32 masters, and for other modules what their code says.
             sequence_length: Positions of rows made from texts; None takes the longest text.
             packing: Whether texts share rows.
 
@@ -221,7 +222,7 @@ class Model(WeightVerbs):
         )
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
-            self._updates = 0
+            self._batches = 0
 
     def fit(
         self,
@@ -343,9 +344,10 @@ class Model(WeightVerbs):
         engine, example = self._engine, source.example()
         trainer = engine.trainer(example)
         engine.load(example)
-        logs = run_evaluate(
-            lambda batch: trainer.score(engine.variables, batch), engine.report, self, source, hooks, steps=steps
-        )
+        with engine.lent():
+            logs = run_evaluate(
+                lambda batch: trainer.score(engine.variables, batch), engine.report, self, source, hooks, steps=steps
+            )
         return self._returned(logs, return_dict)
 
     def train_on_batch(
@@ -428,7 +430,8 @@ class Model(WeightVerbs):
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
-        return run_predict(self._engine.predict, self, source, hooks, steps=steps)
+        with self._engine.lent():
+            return run_predict(self._engine.predict, self, source, hooks, steps=steps)
 
     def generate(
         self,

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,7 +27,7 @@ from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
 from dew.training.loop import Loop
-from dew.training.optimizer import as_optimizer
+from dew.training.optimizer import Optimizer, as_optimizer
 from dew.training.placing import abstract_state, place_variables, plain, state_shardings
 from dew.training.report import Report
 from dew.training.resume import restore_state, saved_items
@@ -57,7 +56,7 @@ class Trainer:
     def __init__(
         self,
         objective: Objective,
-        optimizer: str | optax.GradientTransformation,
+        optimizer: str | Optimizer,
         *,
         key: int = 0,
         mesh: Mesh | MeshSpec | Mapping[str, int] | None = None,
@@ -387,7 +386,7 @@ class Trainer:
 
     @functools.cached_property
     def _accumulate(self) -> Any:
-        return self._compiled(accumulate_step(self.objective, self._shardings.params))
+        return self._compiled(accumulate_step(self.objective, self.optimizer, self._shardings.params))
 
     @functools.cached_property
     def _commit(self) -> Any:

@@ -125,11 +125,11 @@ def test_every_known_name_resolves_in_any_case(name):
 
 def test_an_assigned_rate_is_reported_once():
     compiled = resolve(keras.optimizers.SGD(0.5))
-    assert compiled.changed_rate() == 0.5
-    assert compiled.changed_rate() is None
+    assert compiled.changed_rates() == {0: 0.5}
+    assert compiled.changed_rates() == {}
     compiled.public.learning_rate = 0.25
-    assert compiled.changed_rate() == 0.25
-    assert compiled.changed_rate() is None
+    assert compiled.changed_rates() == {0: 0.25}
+    assert compiled.changed_rates() == {}
 
 
 def test_an_optax_rate_is_read_and_assigned_through_the_handle():
@@ -139,7 +139,7 @@ def test_an_optax_rate_is_read_and_assigned_through_the_handle():
     compiled.public.current_state = lambda: state
     assert compiled.public.learning_rate == 0.5
     compiled.public.learning_rate = 0.25
-    assert compiled.changed_rate() == 0.25
+    assert compiled.changed_rates() == {0: 0.25}
 
 
 def test_an_optax_transformation_without_a_rate_says_how_to_show_one():
