@@ -467,7 +467,8 @@ class Engine:
         """Give a kept state the dtypes and the loss scale of what was compiled since."""
         if not self._is_recompiled:
             return state
-        kept, optimizer = state.opt_state, trainer.optimizer
+        kept: Any = state.opt_state
+        optimizer: Any = trainer.optimizer
         wanted = abstract_state(_shapes(state.variables), optimizer, trainer.accumulation).opt_state
         if isinstance(wanted, LossScaleState) and not isinstance(kept, LossScaleState):
             scale = jax.jit(lambda params: optimizer.init(params)._replace(inner=None))(state.params)
