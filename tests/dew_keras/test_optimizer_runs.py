@@ -77,6 +77,36 @@ def test_swapped_averages_are_those_of_keras(swap_on_epoch):
     assert not hasattr(optimizer, "_model_variables_moving_average")
 
 
+def test_the_average_follows_every_batch_of_a_window_as_in_keras():
+    def optimizer():
+        average = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, **average)
+
+    x, y, _ = rows(13)
+    ours, theirs = twins(optimizer=optimizer, loss="mse", mesh=MESH)
+    losses = [model.fit(x, y, 5, 5, verbose=0, shuffle=False).history["loss"] for model in (ours, theirs)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_same_weights(ours, theirs)
+
+
+def test_an_average_that_is_assigned_shares_no_memory_with_the_weights():
+    class Forget(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            optimizer = self.model.optimizer
+            for weight, mean in zip(
+                optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
+            ):
+                mean.assign(weight)
+                np.testing.assert_array_equal(np.asarray(mean), np.asarray(weight))
+
+    x, y, _ = rows(16)
+    ours, plain = (twins(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True), loss="mse")[0] for _ in range(2))
+    ours.fit(x, y, 8, 2, 0, [Forget()], shuffle=False)
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.fit(x, y, 8, 2, 0, shuffle=False)
+    assert_same_weights(ours, plain)
+
+
 def test_swapping_changes_what_is_evaluated():
     x, y, _ = rows(16)
     ours, _ = twins(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), loss="mse")

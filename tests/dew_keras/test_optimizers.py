@@ -47,8 +47,8 @@ class Halved(keras.optimizers.Adam):
     """A user's subclass that changes its parent's update."""
 
     def update_step(self, gradient, variable, learning_rate):
-        """Halve the gradient of biases."""
-        super().update_step(gradient * (0.5 if "bias" in variable.path else 1.0), variable, learning_rate)
+        """Halve the steps of biases."""
+        super().update_step(gradient, variable, learning_rate * (0.5 if "bias" in variable.path else 1.0))
 
 
 class Preset(keras.optimizers.Adam):

@@ -138,6 +138,16 @@ class Looked(nn.Module):
         return nn.Dense(2)(nn.Embed(300, 4)(ids))
 
 
+def test_metrics_are_computed_in_float32():
+    def exact(y, y_pred):
+        return jnp.mean(jnp.abs(y.astype(jnp.float32) - y_pred.astype(jnp.float32)), axis=-1)
+
+    x, y, _ = rows(64)
+    model = model_of("mixed_bfloat16", "sgd", metrics=["mae", exact])
+    logs = model.evaluate(x, y, 64, verbose=0, return_dict=True)
+    assert logs["mae"] == pytest.approx(logs["exact"], rel=1e-6)
+
+
 def test_integers_are_not_cast():
     model = dew_keras.Model(Looked())
     model.compile("sgd", "mse", dtype="mixed_bfloat16", mesh=MESH)

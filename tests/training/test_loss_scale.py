@@ -90,9 +90,10 @@ def test_a_rejected_update_leaves_weights_and_moments_and_halves_the_scale(scale
 
 
 def test_the_scale_doubles_after_finite_updates(scaled):
-    _, state = after(scaled, [rows(1.0)] * 4)
-    assert (state.opt_state.scale, state.opt_state.finite_batches) == (2.0**15, 1)
-    assert int(state.updates) == 4
+    for updates, want in ((2, (2.0**14, 2)), (3, (2.0**15, 0)), (4, (2.0**15, 1))):
+        _, state = after(scaled, [rows(1.0)] * updates)
+        assert (state.opt_state.scale, state.opt_state.finite_batches) == want
+        assert int(state.updates) == updates
 
 
 def test_a_batch_without_weight_is_no_overflow(scaled):
