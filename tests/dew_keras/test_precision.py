@@ -168,3 +168,29 @@ def test_a_language_model_refuses_float16_by_name():
 def test_other_policies_are_refused(dtype):
     with pytest.raises(ValueError, match=r"Unknown dtype name.*Received: dtype='(float16|int8)"):
         model_of(dtype, "sgd")
+
+
+class OwnStep(dew_keras.Model):
+    """A step of its own around the inherited one."""
+
+    def train_step(self, state, data):
+        """Run the inherited step."""
+        return super().train_step(state, data)
+
+
+def test_a_step_of_the_users_own_scales_its_loss_too():
+    x, y, _ = rows(8)
+    found = []
+    for kind in (dew_keras.Model, OwnStep):
+        weight, bias = kernel()
+        model = kind(Linear(), variables={"params": {"dense": {"kernel": weight, "bias": bias}}})
+        model.compile(keras.optimizers.Adam(0.1), "mse", dtype="mixed_float16", mesh=MESH)
+        losses = [model.train_on_batch(x, y) for _ in range(3)]
+        before = [np.asarray(leaf) for leaf in model.get_weights()]
+        model.train_on_batch(1e4 * x, y)
+        for now, then in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+        state = model._engine.state.opt_state
+        found.append((losses, before, float(state.scale), int(state.inner.count)))
+    assert found[0][2:] == found[1][2:] == (2.0**14, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-3), found[0][:2], found[1][:2])
