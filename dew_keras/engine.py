@@ -22,10 +22,9 @@ from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
-from dew.training.loss_scale import LossScaleState
 from dew.training.optimizer import as_step_transformation
-from dew.training.placing import abstract_state, plain
-from dew.training.state import TrainState, empty_accumulator
+from dew.training.placing import plain
+from dew.training.state import TrainState
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
 from dew_keras.averages import lent
@@ -34,6 +33,7 @@ from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
+from dew_keras.kept_state import conformed_state, shapes_of, windowed_state
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
@@ -153,7 +153,7 @@ class Engine:
         fresh._compute, fresh._storage = precision
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        known = fresh.abstract_variables() if self.is_language_model else _shapes(self.variables)
+        known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
@@ -509,7 +509,8 @@ class Engine:
             state = trainer.place(self.load(example))
             self._variables = None  # the loop consumes them
         else:
-            state = self._with_window(self._conformed(self.state, trainer), trainer)
+            kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
+            state = windowed_state(kept, trainer)
         self._is_recompiled = False
         loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
         self.state = None
@@ -536,29 +537,6 @@ class Engine:
     def _take_average(self) -> None:
         assert self._run is not None, "called while a fit runs"
         self._run.loop.state = self._run.optimizer.finished(self._run.loop.state)
-
-    def _conformed(self, state: TrainState, trainer: Trainer) -> TrainState:
-        """Give a kept state the dtypes and the loss scale of what was compiled since."""
-        if not self._is_recompiled:
-            return state
-        kept: Any = state.opt_state
-        optimizer: Any = trainer.optimizer
-        wanted = abstract_state(_shapes(state.variables), optimizer, trainer.accumulation).opt_state
-        if isinstance(wanted, LossScaleState) and not isinstance(kept, LossScaleState):
-            scale = jax.jit(lambda params: optimizer.init(params)._replace(inner=None))(state.params)
-            kept = scale._replace(inner=kept)
-        elif isinstance(kept, LossScaleState) and not isinstance(wanted, LossScaleState):
-            kept = kept.inner
-        cast = lambda leaf, like: leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype)  # noqa: E731
-        return state.replace(opt_state=jax.tree.map(cast, kept, wanted))
-
-    def _with_window(self, state: TrainState, trainer: Trainer) -> TrainState:
-        """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
-        if trainer.accumulation == 1 or state.accumulator is not None:
-            return state
-        shapes = _shapes(state.params)
-        make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
-        return state.replace(accumulator=make())
 
     @functools.cached_property
     def predictor(self) -> Any:
@@ -595,10 +573,6 @@ class Engine:
         placed = shard_batch(self.mesh, {"x": batch["x"]})
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:
