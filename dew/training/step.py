@@ -1,7 +1,8 @@
 """The pure functions of a training run: one batch in, the next state out.
 
 Entry points: `batch_gradients`, `update_step`, `accumulate_step`, `commit_step`,
-`evaluation_step`. A window's totals and masses are summed and divided once, before the optimizer.
+`evaluation_step`. A window's totals and masses are summed and divided once, before the optimizer, unless the optimizer
+asks for the mean of its batches; see `StepTransformation` for this and for what else an optimizer adds to a step.
 """
 
 from __future__ import annotations

@@ -342,6 +342,13 @@ def test_what_is_no_optimizer_is_refused():
         resolve(3)
 
 
+def test_variables_of_keras_cannot_be_excluded_from_decay():
+    optimizer = keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_list=[keras.Variable([1.0])])
+    with pytest.raises(ValueError, match=r"Use var_names=\[...\] with parts of parameter paths"):
+        resolve(optimizer)
+
+
 class OwnScale(keras.optimizers.LossScaleOptimizer):
     """A wrapper of the user's own."""
 
