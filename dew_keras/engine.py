@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
@@ -22,6 +23,7 @@ from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
+from dew.training.initialise import initialise
 from dew.training.optimizer import as_step_transformation
 from dew.training.placing import plain
 from dew.training.state import TrainState
@@ -71,6 +73,7 @@ class Engine:
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
+        self._init: Any = None
         self._is_closed = False
         self._is_recompiled = False
 
@@ -164,7 +167,7 @@ class Engine:
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = self._steps = None
+        self._trainer = self._objective = self._steps = self._init = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
@@ -233,8 +236,16 @@ class Engine:
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
-        with self.context():
-            return jax.eval_shape(self._initialiser(example), jax.random.key(0))
+        return self._traced_init(example)[1]
+
+    def _traced_init(self, example: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """Return the function that draws variables and their shapes; the module is traced once for all uses."""
+        if self._init is None:
+            with self.context():
+                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
+            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
+        return self._init
 
     def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
         if self.is_language_model:
@@ -289,8 +300,7 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        init = self._initialiser(example)
-        abstract = self.abstract_variables(example)
+        init, abstract = self._traced_init(example)
         shardings = self.placements(abstract)
         if self._given_variables is not None:
             given = plain(self._given_variables)
@@ -301,9 +311,9 @@ class Engine:
             if self._storage is not None and not self.is_language_model:
                 self._variables["params"] = cast_floats(self._variables["params"], self._storage)
         else:
-            make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
+            key = jax.random.fold_in(jax.random.key(self.seed), 0)
             with self.context():
-                self._variables = make(jax.random.fold_in(jax.random.key(self.seed), 0))
+                self._variables = initialise(init, key, abstract, shardings, self.mesh)
         return self._variables
 
     def close(self) -> None:
@@ -347,21 +357,6 @@ class Engine:
         else:
             self.replace_state(self.current.replace(variables=variables))
 
-    def show_progress(self, batches: int) -> None:
-        """Show how far training is on the optimizer.
-
-        Args:
-            batches: Batches consumed.
-        """
-        compiled, state = self.compiled, self.current
-        assert compiled is not None, "a compiled model has an optimizer"
-        updates = batches // compiled.accumulation
-        if compiled.optimizer.scales_loss and state is not None:
-            # A rejected update does not count, which only the device knows.
-            updates = int(state.updates)
-            batches = updates * compiled.accumulation + int(state.microstep)
-        compiled.optimizer.show(batches=batches, updates=updates)
-
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
         self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
@@ -395,9 +390,16 @@ class Engine:
         if example is None:
             raise ValueError("The objective follows from the data. Call fit or evaluate first.")
         call = self._call_of(self._training_module())
+        init, shapes = self._traced_init(example)
+        if self.is_language_model:
+            init = LanguageModel(self._training_module()).init  # in the dtype of the masters
+            with self.context():
+                shapes = jax.eval_shape(init, jax.random.key(0))
         self._objective = bind_objective(
             call,
             example,
+            init=init,
+            variables=shapes,
             loss=compiled.loss,
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,

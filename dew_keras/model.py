@@ -122,10 +122,11 @@ class Model(StepMethods, WeightVerbs):
     @property
     def optimizer(self) -> Any:
         """The Keras optimizer, or a handle with `learning_rate` and `iterations` for an optax transformation."""
-        if self._engine.compiled is None:
+        compiled = self._engine.compiled
+        if compiled is None:
             return None
-        self._engine.show_progress(self._batches)
-        return self._engine.compiled.optimizer.public
+        compiled.optimizer.show(self._batches, compiled.accumulation, self._engine.current)
+        return compiled.optimizer.public
 
     @property
     def compiled(self) -> bool:

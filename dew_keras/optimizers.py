@@ -149,13 +149,19 @@ class CompiledOptimizer:
                 means.update(named_leaves(part.slots["average"]))
         return state.replace(variables={**state.variables, "params": _replaced(state.params, means)})
 
-    def show(self, *, batches: int, updates: int) -> None:
+    def show(self, batches: int, accumulation: int, state: TrainState | None) -> None:
         """Show how far training is as the optimizer's `iterations`.
 
         Args:
             batches: Batches consumed.
-            updates: Updates made of them.
+            accumulation: Batches per update.
+            state: The training state, or None before there is one.
         """
+        updates = batches // accumulation
+        if self.scales_loss and state is not None:
+            # A rejected update does not count, which only the device knows.
+            updates = int(state.updates)
+            batches = updates * accumulation + int(state.microstep)
         if isinstance(self.public, OptaxHandle):
             self.public.iterations = updates
             return

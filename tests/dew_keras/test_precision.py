@@ -10,7 +10,7 @@ import pytest
 
 import dew_keras
 from tests.dew_keras.nets import Linear, Regularised, kernel, rows
-from tests.tiny import tiny_decoder
+from tests.tiny import tiny_batch, tiny_decoder
 
 # Keras reads its variables in a way that numpy 2 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -157,6 +157,14 @@ def test_integers_are_not_cast():
     assert np.abs(out[0].astype("float32") - out[1].astype("float32")).max() > 1e-3
 
 
+def test_a_language_model_under_a_keras_loss_trains_weights_of_the_policy():
+    tokens = tiny_batch(rows=8, length=4)["tokens"]
+    model = dew_keras.Model(tiny_decoder(num_layers=1))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), dtype="bfloat16", mesh=MESH)
+    model.fit(tokens[:, :-1], tokens[:, 1:], batch_size=8, verbose=0)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(model.variables)} == {"bfloat16"}
+
+
 def test_a_language_model_refuses_float16_by_name():
     model = dew_keras.Model(tiny_decoder())
     with pytest.raises(ValueError, match=r"mixed_float16.*Use dtype='mixed_bfloat16'"):
@@ -184,7 +192,7 @@ def test_a_step_of_the_users_own_scales_its_loss_too():
     for kind in (dew_keras.Model, OwnStep):
         weight, bias = kernel()
         model = kind(Linear(), variables={"params": {"dense": {"kernel": weight, "bias": bias}}})
-        model.compile(keras.optimizers.Adam(0.1), "mse", dtype="mixed_float16", mesh=MESH)
+        model.compile(keras.optimizers.SGD(0.1), "mse", dtype="mixed_float16", mesh=MESH)
         losses = [model.train_on_batch(x, y) for _ in range(3)]
         before = [np.asarray(leaf) for leaf in model.get_weights()]
         model.train_on_batch(1e4 * x, y)
