@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from dew.placement.processes import is_primary
+from dew_keras.pooling import FED_ROWS, FedPass, MetricRows
 
 REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
@@ -30,19 +31,22 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[list[jax.Array]] = collections.deque()
+        self._pending: collections.deque[tuple[list[jax.Array], MetricRows | None]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
+        self._rows: MetricRows | FedPass | None = None
 
     def add(self, statistics: Mapping[str, Any]) -> None:
         """Take what a started step reports, and read what is surely done.
 
         Args:
-            statistics: Sums by name, on the device.
+            statistics: Sums by name, and the rows of metrics that are no sums, on the device.
         """
+        sums = dict(statistics)
+        rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
-        leaves, self._structure = jax.tree.flatten(dict(statistics))
-        self._pending.append(leaves)
+        leaves, self._structure = jax.tree.flatten(sums)
+        self._pending.append((leaves, rows))
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -60,11 +64,18 @@ class RunningLogs:
 
     def _fold(self) -> None:
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        host = [np.asarray(leaf).astype(np.float64) for leaf in self._pending.popleft()]
+        leaves, rows = self._pending.popleft()
+        host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
         self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
+        if rows is not None:
+            rows = jax.tree.map(np.asarray, rows)
+            self._rows = rows if self._rows is None else self._rows + rows
 
     def _reported(self) -> dict[str, float]:
-        return self._report(jax.tree.unflatten(self._structure, self._sums)) if self._sums else {}
+        if not self._sums:
+            return {}
+        statistics = jax.tree.unflatten(self._structure, self._sums)
+        return self._report(statistics if self._rows is None else {**statistics, FED_ROWS: self._rows})
 
 
 class LazyLogs(dict):

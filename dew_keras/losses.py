@@ -17,9 +17,9 @@ import numpy as np
 
 from dew.objectives.base import LossOutput, Ratio
 from dew_keras.calling import ModuleCall
-from dew_keras.metrics import CROSS_ENTROPY, MetricSet, MetricSum
+from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
 from dew_keras.names import UniqueNames, display_name, unknown_name
-from dew_keras.outputs import Output, align_targets, broadcast_rows, flatten_outputs, per_output, target_kind
+from dew_keras.outputs import Output, Path, align_targets, broadcast_rows, flatten_outputs, per_output, target_kind
 
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -103,8 +103,8 @@ class LossSet:
     """
 
     def __init__(self, loss: Any, loss_weights: Any, outputs: Sequence[Output]) -> None:
-        losses = per_output(loss, outputs, "loss", default=None)
-        weights = per_output(loss_weights, outputs, "loss_weights", default=None)
+        losses = per_output(loss, outputs, "loss")
+        weights = per_output(loss_weights, outputs, "loss_weights")
         names = UniqueNames()
         self._terms: list[_Term] = []
         for index, (item, weight) in enumerate(zip(losses, weights, strict=True)):
@@ -117,6 +117,11 @@ class LossSet:
             self._terms.append(_Term(bound, None if weight is None else float(weight), index, key))
         if not self._terms:
             raise ValueError("None of the model's outputs has a loss. Give compile(loss=...) one.")
+
+    @property
+    def keys(self) -> list[str]:
+        """Log keys of the losses of outputs; none where the only one is the loss itself."""
+        return [term.key for term in self._terms] if len(self._terms) > 1 else []
 
     def values(
         self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any], rows: Any
@@ -138,7 +143,7 @@ class LossSet:
             value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
             parts[term.key] = value
             total = total + (value if term.weight is None else value * term.weight)
-        return total, parts if len(parts) > 1 else {}
+        return total, {key: parts[key] for key in self.keys}
 
 
 def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
@@ -216,19 +221,26 @@ class KerasObjective:
         example: A batch of one row, for shapes.
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
-        names: Names of the outputs.
+        means: The object by log key that shows a user the mean of each loss.
+        paths: Where the outputs are in what the module returns.
     """
 
     call: ModuleCall
     example: Mapping[str, Any]
     losses: LossSet | None
     metrics: MetricSet
-    names: tuple[str | None, ...]
+    means: Mapping[str, keras.metrics.Mean]
+    paths: tuple[Path, ...]
 
     @property
     def module(self) -> Any:
         """The Flax module under training."""
         return self.call.module
+
+    @property
+    def trackers(self) -> dict[str, keras.metrics.Metric]:
+        """The metric objects by log key, in the order of `evaluate`: the loss, the losses of outputs, metrics."""
+        return {**self.means, **dict(zip(self.metrics.names, self.metrics.metrics, strict=True))}
 
     def init(self, key: jax.Array) -> Mapping[str, Any]:
         """Make fresh variables.
@@ -260,8 +272,8 @@ class KerasObjective:
         """
         y_pred, changed, added = self.call.apply(variables, batch["x"], key=key, train=train)
         _, predictions = flatten_outputs(y_pred)
-        targets = align_targets(batch.get("y"), self.names, "y")
-        weights = align_targets(batch.get("sample_weight"), self.names, "sample_weight")
+        targets = align_targets(batch.get("y"), self.paths, "y")
+        weights = align_targets(batch.get("sample_weight"), self.paths, "sample_weight")
         rows = batch.get("rows")
         size = jax.tree.leaves(batch["x"])[0].shape[0]
         count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
@@ -270,20 +282,20 @@ class KerasObjective:
         if self.losses is not None:
             value, parts = self.losses.values(targets, predictions, weights, rows)
         metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}
-        metrics.update(self.metrics.sums(targets, predictions, weights, rows))
+        metrics.update(self.metrics.statistics(targets, predictions, weights, rows))
         return LossOutput(Ratio((value + added) * count, count), metrics, changed)
 
     def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
-        """Turn pooled statistics into the numbers that logs show.
+        """Turn pooled statistics into the numbers that logs show, and leave them in the metric objects.
 
         Args:
-            statistics: Host sums by name.
+            statistics: Host statistics by name.
 
         Returns:
             Floats by log key, sorted by name.
         """
-        values = {name: item.value() for name, item in statistics.items() if isinstance(item, Ratio)}
-        values.update(self.metrics.values({n: s for n, s in statistics.items() if isinstance(s, MetricSum)}))
+        values = {name: read_mean(mean, statistics[name]) for name, mean in self.means.items()}
+        values.update(self.metrics.values(statistics))
         return dict(sorted(values.items()))
 
 
@@ -307,11 +319,11 @@ def bind_objective(
         ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
     """
     example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
-    names, predictions = flatten_outputs(call.output_shapes(example["x"]))
-    targets = align_targets(example.get("y"), names, "y")
+    paths, predictions = flatten_outputs(call.output_shapes(example["x"]))
+    targets = align_targets(example.get("y"), paths, "y")
     outputs = [
-        Output(name, tuple(prediction.shape), None if target is None else tuple(np.shape(target)))
-        for name, prediction, target in zip(names, predictions, targets, strict=True)
+        Output(path, tuple(prediction.shape), target)
+        for path, prediction, target in zip(paths, predictions, targets, strict=True)
     ]
     if example.get("y") is None:
         metrics = weighted_metrics = None
@@ -321,5 +333,6 @@ def bind_objective(
         example=example,
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
-        names=tuple(names),
+        means={name: keras.metrics.Mean(name=name) for name in ("loss", *(losses.keys if losses else ()))},
+        paths=tuple(paths),
     )

@@ -138,17 +138,24 @@ class Model(WeightVerbs):
         compiled = self._check_compiled("metrics_names")
         if compiled.language_metrics:
             return ["loss", *compiled.language_metrics]
-        known = getattr(self._engine.bound_objective, "metrics", None)
-        return ["loss", *(known.names if known is not None else [])]
+        return ["loss", *(name for name in self._trackers if name != "loss")]
 
     @property
     def metrics(self) -> list[Any]:
-        """The Keras metric objects, once a batch showed the outputs; their state stays with each pass."""
-        known = getattr(self._engine.bound_objective, "metrics", None)
-        return [] if known is None else known.metrics
+        """The Keras metric objects in the order of `metrics_names`, once a batch showed the outputs.
+
+        They hold what the last pass gave, and what a pass has given so far while its logs are read.
+        """
+        return list(self._trackers.values())
+
+    @property
+    def _trackers(self) -> dict[str, Any]:
+        return getattr(self._engine.bound_objective, "trackers", {})
 
     def reset_metrics(self) -> None:
-        """Do nothing: every pass starts its own sums."""
+        """Reset the metric objects; every pass does."""
+        for metric in self.metrics:
+            metric.reset_state()
 
     def count_batches(self, updates: int) -> None:
         """Note how many updates have been started, for `optimizer.iterations`.
