@@ -19,7 +19,17 @@ from dew.objectives.base import LossOutput, Ratio
 from dew_keras.calling import ModuleCall
 from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
 from dew_keras.names import UniqueNames, display_name, unknown_name
-from dew_keras.outputs import Output, Path, align_targets, broadcast_rows, flatten_outputs, per_output, target_kind
+from dew_keras.outputs import (
+    Output,
+    Path,
+    align_targets,
+    broadcast_rows,
+    flatten_outputs,
+    output_names,
+    per_output,
+    target_kind,
+)
+from dew_keras.pooling import is_function_of_keras, scores_rows_alone
 
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -29,7 +39,7 @@ class FunctionLoss(keras.losses.Loss):
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(name=name, reduction="sum_over_batch_size")
-        self.function = function
+        self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Compute the losses per row.
@@ -39,7 +49,7 @@ class FunctionLoss(keras.losses.Loss):
             y_pred: Predictions.
         """
         y_true, y_pred = same_rank(y_true, y_pred)
-        return self.function(y_true, y_pred)
+        return self.fn(y_true, y_pred)
 
 
 def loss_names() -> list[str]:
@@ -86,8 +96,20 @@ def _named_loss(name: str, kind: str) -> Any:
 class _Term:
     loss: keras.losses.Loss
     weight: float | None
-    output: int
+    output: Output
+    index: int
     key: str
+
+    def refuse_padding(self) -> None:
+        """Say no to padding where it would change the loss of the rows that are none; traced."""
+        with jax.ensure_compile_time_eval():
+            fits = scores_rows_alone(_function(self.loss), self.output)
+        if not fits:
+            raise ValueError(
+                f"The loss {self.loss.name!r} does not give each row a number of its own, so rows that only fill a "
+                "batch up cannot be left out of it. Return one number per row, or use a batch_size that divides the "
+                "rows and is a multiple of the mesh's row shards."
+            )
 
 
 class LossSet:
@@ -114,7 +136,7 @@ class LossSet:
             if outputs[index].target is None:
                 raise ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
             key = names.take(f"{outputs[index].name or name}_loss")
-            self._terms.append(_Term(bound, None if weight is None else float(weight), index, key))
+            self._terms.append(_Term(bound, None if weight is None else float(weight), outputs[index], index, key))
         if not self._terms:
             raise ValueError("None of the model's outputs has a loss. Give compile(loss=...) one.")
 
@@ -139,7 +161,9 @@ class LossSet:
         """
         total, parts = jnp.zeros((), jnp.float32), {}
         for term in self._terms:
-            index = term.output
+            index = term.index
+            if rows is not None:
+                term.refuse_padding()
             value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
             parts[term.key] = value
             total = total + (value if term.weight is None else value * term.weight)
@@ -154,6 +178,14 @@ def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
     return (loss, name) if isinstance(loss, keras.losses.Loss) else (FunctionLoss(loss, name), name)
 
 
+def _function(loss: keras.losses.Loss) -> Callable[..., Any]:
+    """Return what compares targets and predictions: the function that Keras wraps, where it is one of its own."""
+    wraps = type(loss).call in (keras.losses.MeanSquaredError.call, FunctionLoss.call)
+    if wraps and is_function_of_keras(loss.fn):
+        return loss.fn
+    return lambda y, y_pred: loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
+
+
 def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: Any) -> Any:
     """Reduce a Keras loss over the rows that are no padding; traced.
 
@@ -166,18 +198,10 @@ def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: 
 
     Returns:
         The scalar that Keras computes for the batch without its padding.
-
-    Raises:
-        ValueError: If the loss gives one number for all rows, which cannot leave padding out.
     """
     if rows is None:
         return loss(y, y_pred, sample_weight=weight)
     losses = loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
-    if losses.ndim == 0:
-        raise ValueError(
-            f"The loss {loss.name!r} gives one number for a whole batch, so padded rows cannot be left out of it. "
-            "Return one number per row, or use a batch_size that divides the data and the mesh."
-        )
     mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
     divisor = jnp.sum(mask) * (losses.size / losses.shape[0])
     if weight is not None:
@@ -322,8 +346,8 @@ def bind_objective(
     paths, predictions = flatten_outputs(call.output_shapes(example["x"]))
     targets = align_targets(example.get("y"), paths, "y")
     outputs = [
-        Output(path, tuple(prediction.shape), target)
-        for path, prediction, target in zip(paths, predictions, targets, strict=True)
+        Output(path, name, tuple(prediction.shape), target)
+        for path, name, prediction, target in zip(paths, output_names(paths), predictions, targets, strict=True)
     ]
     if example.get("y") is None:
         metrics = weighted_metrics = None

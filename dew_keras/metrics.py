@@ -57,7 +57,7 @@ def check_metric_names(metrics: Any, argument: str) -> None:
     for item in jax.tree.leaves(metrics, is_leaf=lambda node: not isinstance(node, list | tuple | dict)):
         if isinstance(item, str):
             _named_metric(item, "sparse")
-        elif not callable(item):
+        elif item is not None and not callable(item):
             raise ValueError(f"Could not interpret metric identifier. Received: {argument}={item!r}")
 
 

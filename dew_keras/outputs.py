@@ -23,18 +23,15 @@ class Output:
 
     Attributes:
         path: Where it is in the module's outputs; empty for a lone array.
+        name: Its path as text; None for a lone array and for the entries of one flat tuple or list, as in Keras.
         prediction: Shape of the module's output, rows first.
         row: Targets of one row that it is compared with, or None when there are none.
     """
 
     path: Path
+    name: str | None
     prediction: tuple[int, ...]
     row: Any = None
-
-    @property
-    def name(self) -> str | None:
-        """Its path as text; None for a lone array and for the entries of one tuple or list, as in Keras."""
-        return path_name(self.path)
 
     @property
     def target(self) -> tuple[int, ...] | None:
@@ -42,16 +39,22 @@ class Output:
         return None if self.row is None else tuple(np.shape(self.row))
 
 
-def path_name(path: Path) -> str | None:
-    """Write a path as the name of an output.
+def output_names(paths: Sequence[Path]) -> list[str | None]:
+    """Name outputs by their paths.
 
     Args:
-        path: Keys and numbers.
+        paths: Paths of all outputs.
 
     Returns:
-        The path, or None where it says no more than a position.
+        Paths as text; None for each where they say no more than a position.
     """
-    return None if not path or (len(path) == 1 and isinstance(path[0], int)) else "/".join(map(str, path))
+    if all(len(path) < 2 and not any(isinstance(key, str) for key in path) for path in paths):
+        return [None] * len(paths)
+    return [_text(path) for path in paths]
+
+
+def _text(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def flatten_outputs(tree: Any) -> tuple[list[Path], list[Any]]:
@@ -67,7 +70,7 @@ def flatten_outputs(tree: Any) -> tuple[list[Path], list[Any]]:
         ValueError: If two outputs have the same path as text.
     """
     found = list(_leaves(tree, ()))
-    names = ["/".join(map(str, path)) for path, _ in found]
+    names = [_text(path) for path, _ in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"Every output needs a path of its own, and {twice} stands for several. Rename a key.")
@@ -102,8 +105,8 @@ def align_targets(values: Any, paths: Sequence[Path], argument: str) -> list[Any
     """
     if values is None:
         return [None] * len(paths)
-    found = {"/".join(map(str, path)): leaf for path, leaf in _leaves(values, ())}
-    names = ["/".join(map(str, path)) for path in paths]
+    found = {_text(path): leaf for path, leaf in _leaves(values, ())}
+    names = [_text(path) for path in paths]
     if not isinstance(values, Mapping | tuple | list):
         if len(paths) == 1 or argument == "sample_weight":
             return [values] * len(paths)
@@ -112,8 +115,8 @@ def align_targets(values: Any, paths: Sequence[Path], argument: str) -> list[Any
     elif set(found) == set(names) or (isinstance(values, Mapping) and found and set(found) < set(names)):
         return [found.get(name) for name in names]
     raise ValueError(
-        f"{argument} must have the structure of the model's outputs, {list(map(path_name, paths))}. Received the "
-        f"structure: {_structure(values)}"
+        f"{argument} must have the structure of the model's outputs, {output_names(paths)}. Received the structure: "
+        f"{_structure(values)}"
     )
 
 
@@ -155,7 +158,7 @@ def _spread(given: Any, paths: Sequence[Path], depth: int, argument: str, found:
             if not inside:
                 raise ValueError(
                     f"`{argument}` names outputs that the model does not have: {key!r}. It has "
-                    f"{[path_name(path) for path in paths]}. Received: {argument}={given}"
+                    f"{[_text(path) for path in paths]}. Received: {argument}={given}"
                 )
             _spread(item, inside, depth + _length(inside[0][depth:], str(key)), argument, found)
     elif not isinstance(given, tuple | list):
@@ -168,13 +171,13 @@ def _spread(given: Any, paths: Sequence[Path], depth: int, argument: str, found:
     else:
         raise ValueError(
             f"`{argument}` needs one entry per output, {len(paths)} of them "
-            f"({[path_name(path) for path in paths]}). Received: {argument}={given}"
+            f"({[_text(path) for path in paths]}). Received: {argument}={given}"
         )
 
 
 def _length(path: Path, key: str) -> int:
     """Count the parts of a path that a key, which may itself be a path, goes through; 0 where it goes elsewhere."""
-    return next((n for n in range(1, len(path) + 1) if "/".join(map(str, path[:n])) == key), 0)
+    return next((n for n in range(1, len(path) + 1) if _text(path[:n]) == key), 0)
 
 
 def target_kind(output: Output) -> Kind:

@@ -37,6 +37,8 @@ ADDITIVE = (
     keras.metrics.RecallAtPrecision,
     keras.metrics.FBetaScore,
 )
+# Keras' functions that compare the rows of a batch with each other, or reduce over them.
+BATCH_FUNCTIONS = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 DECIDING_METHODS = ("update_state", "result", "reset_state", "variables")
 
 
@@ -77,16 +79,29 @@ def scores_rows_alone(function: Callable[..., Any], output: Output) -> bool:
         function: The function.
         output: What it compares.
     """
-    if str(getattr(function, "__module__", "")).startswith("keras.") and not isinstance(function, keras.losses.Loss):
+    if is_function_of_keras(function):
         return True
     rows = 4
-    y = np.repeat(np.asarray(output.row), rows, axis=0)
+    row = np.asarray(output.row)
+    # Zeros and ones are classes, probabilities and numbers alike.
+    y = np.broadcast_to((np.arange(rows) % 2).reshape(-1, *[1] * (row.ndim - 1)), (rows, *row.shape[1:]))
+    y = y.astype(row.dtype)
     y_pred = np.random.default_rng(0).uniform(0.1, 0.9, (rows, *output.prediction[1:])).astype(np.float32)
     padded = np.r_[0:rows, 0, 0]
     alone, among = function(y, jnp.asarray(y_pred)), function(y[padded], jnp.asarray(y_pred[padded]))
     if jnp.ndim(alone) == 0 or len(alone) != rows or jnp.ndim(among) == 0 or len(among) != len(padded):
         return False
     return np.allclose(alone, among[:rows], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def is_function_of_keras(function: Callable[..., Any]) -> bool:
+    """Say whether a function is one of Keras' own that compare row by row.
+
+    Args:
+        function: A function of (y_true, y_pred), or a Keras loss, which reduces over rows.
+    """
+    is_keras = str(getattr(function, "__module__", "")).startswith("keras.")
+    return is_keras and not isinstance(function, keras.losses.Loss) and function not in BATCH_FUNCTIONS
 
 
 @struct.dataclass

@@ -77,14 +77,13 @@ def test_every_class_of_keras_is_compared():
     assert classes == {*DATA, keras.metrics.Metric}
 
 
-def pooled(metrics, weighted_metrics, y, y_pred, weight, batch_size):
-    """Pool padded batches as a pass does, without a model."""
-    measured = MetricSet(metrics, weighted_metrics, [Output((), y_pred.shape, y[:1])])
+def pooled(metrics, weighted_metrics, y, y_pred, weight):
+    """Pool batches of five rows and one of filling as a pass does, without a model."""
+    measured = MetricSet(metrics, weighted_metrics, [Output((), None, y_pred.shape, y[:1])])
     running = RunningLogs(measured.values)
-    for start in range(0, len(y), batch_size):
-        part = np.arange(start, min(start + batch_size, len(y)))
-        index = np.r_[part, np.full(batch_size - len(part), part[0])]
-        mask = (np.arange(batch_size) < len(part)).astype("float32")
+    mask = np.array([1, 1, 1, 1, 1, 0], "float32")
+    for start in range(0, len(y), 5):
+        index = np.array([0, 1, 2, 3, 4, 0]) + start
         batch = measured.statistics([y[index]], [y_pred[index]], [weight[index]], mask)
         running.add({"loss": Ratio(0.0, 1.0), **batch})
     return running.values()
@@ -101,9 +100,8 @@ def test_pooling_equals_updating_batch_by_batch(kind):
     plain, weighted, ours, ours_weighted = make(), make(), make(), make()
     for item, name in ((ours, "plain"), (ours_weighted, "weighted")):
         item.name = name
-    got = pooled([ours], [ours_weighted] if takes_weights else None, y, y_pred, WEIGHTS, 4)
-    for start in range(0, 10, 4):
-        part = slice(start, start + 4)
+    got = pooled([ours], [ours_weighted] if takes_weights else None, y, y_pred, WEIGHTS)
+    for part in (slice(0, 5), slice(5, 10)):
         plain.update_state(y[part], y_pred[part])
         if takes_weights:
             weighted.update_state(y[part], y_pred[part], sample_weight=WEIGHTS[part])
@@ -272,12 +270,12 @@ def test_a_metric_may_keep_what_it_likes():
     ],
 )
 def test_only_what_is_known_to_add_up_is_summed(make, adds_up):
-    assert is_additive(make(), Output((), (1, 3), np.zeros((1, 3), "float32"))) == adds_up
+    assert is_additive(make(), Output((), None, (1, 3), np.zeros((1, 3), "float32"))) == adds_up
 
 
 def test_sums_and_rows_are_kept_apart():
     y, y_pred = REAL
-    measured = MetricSet([Largest(), "mae"], None, [Output((), y_pred.shape, y[:1])])
+    measured = MetricSet([Largest(), "mae"], None, [Output((), None, y_pred.shape, y[:1])])
     statistics = measured.statistics([y], [y_pred], [None], None)
     assert statistics.keys() == {FED_ROWS, "mae"}
     assert list(statistics[FED_ROWS].predictions) == [0]
