@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+# There is no public way to read what a loss leaves out, as ignore_class does.
+from keras.src.backend import get_keras_mask
+
 from dew.objectives.base import LossOutput, Ratio
 from dew_keras.calling import ModuleCall
 from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
@@ -202,18 +205,37 @@ def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: 
     if rows is None:
         return loss(y, y_pred, sample_weight=weight)
     losses = loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
-    mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
-    divisor = jnp.sum(mask) * (losses.size / losses.shape[0])
+    rows = jnp.asarray(rows, losses.dtype)
+    divisor = jnp.sum(rows) * (losses.size / losses.shape[0])
+    weight = _masked_weight(loss, weight, get_keras_mask(losses), rows)
     if weight is not None:
-        weight = jnp.asarray(weight, losses.dtype)
         losses, weight = same_rank(losses, weight)
-        mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
         if loss.reduction == "mean_with_sample_weight":
-            divisor = jnp.sum(weight * broadcast_rows(jnp.asarray(rows, losses.dtype), weight))
+            divisor = jnp.sum(weight * broadcast_rows(rows, weight))
         losses = losses * weight
-    total = jnp.sum(jnp.where(mask > 0, losses, 0.0))
+    total = jnp.sum(jnp.where(broadcast_rows(rows, losses) > 0, losses, 0.0))
     if loss.reduction not in MEAN_REDUCTIONS:
         return total
+    return _quotient(total, divisor)
+
+
+def _masked_weight(loss: keras.losses.Loss, weight: Any, mask: Any, rows: Any) -> Any:
+    """Enter into the weights what the loss itself leaves out, as `ignore_class` does, over rows that are no padding."""
+    if weight is not None:
+        weight = jnp.asarray(weight, rows.dtype)
+    if mask is None:
+        return weight
+    mask = jnp.asarray(mask, rows.dtype) * broadcast_rows(rows, mask)
+    if loss.reduction in MEAN_REDUCTIONS[:2]:
+        # Keras then averages over what is left in, where it averages over everything under sample weights.
+        mask = mask * _quotient(jnp.sum(rows) * (mask.size / mask.shape[0]), jnp.sum(mask))
+    if weight is None:
+        return mask
+    mask, weight = same_rank(mask, weight)
+    return mask * weight
+
+
+def _quotient(total: Any, divisor: Any) -> Any:
     return jnp.where(divisor != 0, total / jnp.where(divisor != 0, divisor, 1.0), 0.0)
 
 

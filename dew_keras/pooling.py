@@ -58,6 +58,8 @@ def is_additive(metric: Any, output: Output) -> bool:
     if any(getattr(type(metric), name) is not getattr(known, name) for name in DECIDING_METHODS):
         return False
     function = getattr(metric, "_fn", None)
+    if getattr(metric, "_fn_kwargs", {}).get("ignore_class") is not None:
+        return False  # Keras reads what is ignored only beside weights, and padding is a weight
     return function is None or scores_rows_alone(function, output)
 
 
