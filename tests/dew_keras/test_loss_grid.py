@@ -76,8 +76,7 @@ HEADS = {
 
 
 # What whole models are trained on; compiling a head costs time.
-TRAINED = ("mse", "huber", "cosine", "bce", "cce_logits", "cfocal", "sparse", "sparse_logits", "column", "poisson")
-TRAINED += ("hinge", "own", "function", "name")
+TRAINED = ("mse", "bce", "cce_logits", "sparse", "sparse_logits", "column", "poisson", "own", "function")
 
 
 def targets():
@@ -157,16 +156,12 @@ def inputs_of(weights):
     return x, draw() if weights == "rows" else {name: draw() for name in TRAINED} if weights == "heads" else None
 
 
-# The shift of the reductions over the heads, weights, batch size, mesh.
-CASES = [
-    (0, None, 4, None),
-    (1, "rows", 4, {"fsdp": 4, "tensor": 2}),
-    (2, "heads", 10, {"data": 4, "fsdp": 2}),
-]
+# The shift of the reductions over the heads, weights, mesh.
+CASES = [(0, None, {"fsdp": 4, "tensor": 2}), (1, "heads", None)]
 
 
-@pytest.mark.parametrize("shift, weights, batch_size, mesh", CASES)
-def test_training_and_evaluation_under_every_loss_equal_keras(start, shift, weights, batch_size, mesh):
+@pytest.mark.parametrize("shift, weights, mesh", CASES)
+def test_training_and_evaluation_under_every_loss_equal_keras(start, shift, weights, mesh, batch_size=4):
     ours, theirs = build(start, mesh, lambda: settings_of(shift))
     (x, weight), y = inputs_of(weights), {name: targets()[name] for name in TRAINED}
     same(*(m.evaluate(x, y, batch_size, 0, sample_weight=weight, return_dict=True) for m in (ours, theirs)), 1e-6)
