@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import keras
@@ -22,6 +22,22 @@ REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
 
 
+class Logs(Protocol):
+    """The numbers of one pass."""
+
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, stacked where they ran as one program."""
+        ...
+
+    def newest(self) -> dict[str, float]:
+        """Return the numbers so far, without waiting for new steps where that is possible."""
+        ...
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers over all steps, waiting for the device."""
+        ...
+
+
 class RunningLogs:
     """Sums of one pass, read from the device a few steps late.
 
@@ -31,22 +47,23 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[tuple[list[jax.Array], MetricRows | None]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array], MetricRows | None]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
         self._rows: MetricRows | FedPass | None = None
 
-    def add(self, statistics: Mapping[str, Any]) -> None:
-        """Take what a started step reports, and read what is surely done.
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, and read what is surely done.
 
         Args:
             statistics: Sums by name, and the rows of metrics that are no sums, on the device.
+            steps: Steps that ran as one program; their sums and rows are stacked.
         """
         sums = dict(statistics)
         rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
         leaves, self._structure = jax.tree.flatten(sums)
-        self._pending.append((leaves, rows))
+        self._pending.append((steps, leaves, rows))
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -64,12 +81,16 @@ class RunningLogs:
 
     def _fold(self) -> None:
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        leaves, rows = self._pending.popleft()
+        steps, leaves, rows = self._pending.popleft()
         host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
+        if steps > 1:
+            host = [leaf.sum(axis=0) for leaf in host]
         self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
         if rows is not None:
             rows = jax.tree.map(np.asarray, rows)
-            self._rows = rows if self._rows is None else self._rows + rows
+            for step in range(steps):
+                one = rows if steps == 1 else jax.tree.map(lambda leaf, step=step: leaf[step], rows)
+                self._rows = one if self._rows is None else self._rows + one
 
     def _reported(self) -> dict[str, float]:
         if not self._sums:
@@ -266,7 +287,7 @@ class Hooks:
         for callback in self.callbacks:
             getattr(callback, f"on_{phase}_batch_begin")(batch, logs={})
 
-    def batch_end(self, phase: str, batch: int, logs: RunningLogs | dict[str, Any]) -> None:
+    def batch_end(self, phase: str, batch: int, logs: Logs | dict[str, Any]) -> None:
         """Call `on_<phase>_batch_end`, and redraw the bar when it is time.
 
         Args:
@@ -276,7 +297,7 @@ class Hooks:
         """
         listeners = self._batch_end[phase]
         if listeners:
-            seen = LazyLogs(logs.values) if isinstance(logs, RunningLogs) else logs
+            seen = logs if isinstance(logs, dict) else LazyLogs(logs.values)
             for callback in listeners:
                 getattr(callback, f"on_{phase}_batch_end")(batch, logs=seen)
         if self._bar is None or (self._in_fit and phase != "train"):
@@ -285,7 +306,7 @@ class Hooks:
         now = time.perf_counter()
         if batch == 0 or now - self._drawn >= REDRAW_SECONDS:
             self._drawn = now
-            shown = logs.newest() if isinstance(logs, RunningLogs) else {}
+            shown = {} if isinstance(logs, dict) else logs.newest()
             getattr(self._bar, f"on_{phase}_batch_end")(batch, shown)
 
 

@@ -267,16 +267,18 @@ class KerasObjective:
         example: A batch of one row, for shapes.
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
-        means: The object by log key that shows a user the mean of each loss.
+        loss_tracker: Shows a user the mean loss of the last pass.
         paths: Where the outputs are in what the module returns.
+        compute_loss: The user's own loss of a batch, as `keras.Model.compute_loss`; None for `losses`.
     """
 
     call: ModuleCall
     example: Mapping[str, Any]
     losses: LossSet | None
     metrics: MetricSet
-    means: Mapping[str, keras.metrics.Mean]
+    loss_tracker: keras.metrics.Mean
     paths: tuple[Path, ...]
+    compute_loss: Callable[..., Any] | None = None
 
     @property
     def module(self) -> Any:
@@ -284,9 +286,9 @@ class KerasObjective:
         return self.call.module
 
     @property
-    def trackers(self) -> dict[str, keras.metrics.Metric]:
-        """The metric objects by log key, in the order of `evaluate`: the loss, the losses of outputs, metrics."""
-        return {**self.means, **dict(zip(self.metrics.names, self.metrics.metrics, strict=True))}
+    def keys(self) -> list[str]:
+        """Log keys in the order of `evaluate`: the loss, the losses of outputs, metrics."""
+        return ["loss", *(self.losses.keys if self.losses else ()), *self.metrics.names]
 
     def init(self, key: jax.Array) -> Mapping[str, Any]:
         """Make fresh variables.
@@ -325,7 +327,10 @@ class KerasObjective:
         count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
         value: Any = jnp.zeros((), jnp.float32)
         parts: dict[str, Any] = {}
-        if self.losses is not None:
+        if self.compute_loss is not None:
+            y, weight = batch.get("y"), batch.get("sample_weight")
+            value = self.compute_loss(x=batch["x"], y=y, y_pred=y_pred, sample_weight=weight, training=train)
+        elif self.losses is not None:
             value, parts = self.losses.values(targets, predictions, weights, rows)
         metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}
         metrics.update(self.metrics.statistics(targets, predictions, weights, rows))
@@ -340,13 +345,22 @@ class KerasObjective:
         Returns:
             Floats by log key, sorted by name.
         """
-        values = {name: read_mean(mean, statistics[name]) for name, mean in self.means.items()}
+        values = {name: item.value() for name, item in statistics.items() if isinstance(item, Ratio)}
+        values["loss"] = read_mean(self.loss_tracker, statistics["loss"])
         values.update(self.metrics.values(statistics))
         return dict(sorted(values.items()))
 
 
 def bind_objective(
-    call: ModuleCall, example: Mapping[str, Any], *, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+    call: ModuleCall,
+    example: Mapping[str, Any],
+    *,
+    loss: Any,
+    loss_weights: Any,
+    metrics: Any,
+    weighted_metrics: Any,
+    loss_tracker: keras.metrics.Mean,
+    compute_loss: Callable[..., Any] | None = None,
 ) -> KerasObjective:
     """Bind losses and metrics to a module once a batch shows the shapes.
 
@@ -357,6 +371,8 @@ def bind_objective(
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
         weighted_metrics: As `compile` takes it.
+        loss_tracker: Where to show the mean loss.
+        compute_loss: The user's own loss of a batch, or None.
 
     Returns:
         The objective.
@@ -379,6 +395,7 @@ def bind_objective(
         example=example,
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
-        means={name: keras.metrics.Mean(name=name) for name in ("loss", *(losses.keys if losses else ()))},
+        loss_tracker=loss_tracker,
         paths=tuple(paths),
+        compute_loss=compute_loss,
     )

@@ -143,6 +143,21 @@ class MetricSet:
             found[FED_ROWS] = self._feed.rows(targets, predictions, weights, rows)
         return found
 
+    def update(self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Update the metric objects themselves with one batch.
+
+        Args:
+            targets: One array per output, rows first.
+            predictions: One array per output, rows first.
+            weights: Sample weights per output, or None.
+        """
+        for tracked in self._all:
+            arrays = targets[tracked.output], predictions[tracked.output]
+            if tracked.is_weighted:
+                tracked.metric.update_state(*arrays, sample_weight=weights[tracked.output])
+            else:
+                tracked.metric.update_state(*arrays)
+
     def values(self, statistics: Mapping[str, Any]) -> dict[str, float]:
         """Turn pooled statistics into the numbers Keras would show, and leave the state in the metric objects.
 

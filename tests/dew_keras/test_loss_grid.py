@@ -161,7 +161,8 @@ CASES = [(0, None, {"fsdp": 4, "tensor": 2}), (1, "heads", None)]
 
 
 @pytest.mark.parametrize("shift, weights, mesh", CASES)
-def test_training_and_evaluation_under_every_loss_equal_keras(start, shift, weights, mesh, batch_size=4):
+def test_training_and_evaluation_under_every_loss_equal_keras(start, shift, weights, mesh):
+    batch_size = 4
     ours, theirs = build(start, mesh, lambda: settings_of(shift))
     (x, weight), y = inputs_of(weights), {name: targets()[name] for name in TRAINED}
     same(*(m.evaluate(x, y, batch_size, 0, sample_weight=weight, return_dict=True) for m in (ours, theirs)), 1e-6)
