@@ -137,7 +137,7 @@ class LossSet:
                 continue
             bound, name = _bound(item, outputs[index])
             if outputs[index].target is None:
-                raise ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
+                raise missing_targets(name)
             key = names.take(f"{outputs[index].name or name}_loss")
             self._terms.append(_Term(bound, None if weight is None else float(weight), outputs[index], index, key))
         if not self._terms:
@@ -165,6 +165,8 @@ class LossSet:
         total, parts = jnp.zeros((), jnp.float32), {}
         for term in self._terms:
             index = term.index
+            if targets[index] is None:
+                raise missing_targets(term.loss.name)
             if rows is not None:
                 term.refuse_padding()
             value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
@@ -179,6 +181,15 @@ def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
         loss = loss()
     name = item if isinstance(item, str) else display_name(loss)
     return (loss, name) if isinstance(loss, keras.losses.Loss) else (FunctionLoss(loss, name), name)
+
+
+def missing_targets(name: str) -> ValueError:
+    """Build the error for a loss that has nothing to compare with.
+
+    Args:
+        name: Of the loss.
+    """
+    return ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
 
 
 def _function(loss: keras.losses.Loss) -> Callable[..., Any]:

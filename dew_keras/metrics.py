@@ -18,6 +18,7 @@ from dew.objectives.base import Ratio
 from dew_keras.names import UniqueNames, display_name, unknown_name
 from dew_keras.outputs import Output, broadcast_rows, per_output, target_kind
 from dew_keras.pooling import FED_ROWS, MetricFeed, MetricRows, MetricSum, is_additive
+from dew_keras.token_metrics import Perplexity
 
 ACCURACY = ("accuracy", "acc")
 CROSS_ENTROPY = ("crossentropy", "ce")
@@ -29,12 +30,16 @@ ACCURACY_CLASSES = {
 }
 
 
+# Names of a language model's metrics, for modules whose predictions are logits of tokens.
+TOKEN_METRICS = {"perplexity": Perplexity, "token_accuracy": keras.metrics.SparseCategoricalAccuracy}
+
+
 def metric_names() -> list[str]:
     """List the words that `metrics=` understands."""
     public = [name for name in dir(keras.metrics) if not name.startswith("_")]
     functions = [name for name in public if name not in ("get", "serialize", "deserialize")]
     short = ["mse", "mae", "mape", "msle", "cosine_similarity", "log_cosh", "kld", "bce"]
-    return [*functions, *short, *ACCURACY, *CROSS_ENTROPY]
+    return [*functions, *short, *ACCURACY, *CROSS_ENTROPY, *TOKEN_METRICS]
 
 
 def check_metric_names(metrics: Any, argument: str) -> None:
@@ -64,6 +69,8 @@ def check_metric_names(metrics: Any, argument: str) -> None:
 def _named_metric(name: str, kind: str) -> Any:
     if name.lower() in ACCURACY:
         return ACCURACY_CLASSES[kind](name=name)
+    if name.lower() in TOKEN_METRICS:
+        return TOKEN_METRICS[name.lower()](name=name)
     if name.lower() in CROSS_ENTROPY:
         kind = "sparse_categorical" if kind == "sparse" else kind
         name = f"{kind}_crossentropy"

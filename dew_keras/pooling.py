@@ -16,10 +16,11 @@ import numpy as np
 from flax import struct
 
 from dew_keras.outputs import Output
+from dew_keras.token_metrics import Perplexity
 
 # The name under which statistics hold the rows; no metric can be called this, as log keys are not empty.
 FED_ROWS = ""
-# Keras' classes whose state after two batches is the sum of the states after each. The tests compare every public
+# Classes whose state after two batches is the sum of the states after each. The tests compare every public
 # class with sequential updates. Mean and Sum as such are missing: in `compile` they take y_pred for a weight.
 ADDITIVE = (
     keras.metrics.MeanMetricWrapper,
@@ -36,6 +37,7 @@ ADDITIVE = (
     keras.metrics.PrecisionAtRecall,
     keras.metrics.RecallAtPrecision,
     keras.metrics.FBetaScore,
+    Perplexity,
 )
 # Keras' functions that compare the rows of a batch with each other, or reduce over them.
 BATCH_FUNCTIONS = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
@@ -64,7 +66,7 @@ def is_additive(metric: Any, output: Output) -> bool:
 
 
 def _known_classes() -> set[type]:
-    return {kind for kind in vars(keras.metrics).values() if isinstance(kind, type)}
+    return {Perplexity, *(kind for kind in vars(keras.metrics).values() if isinstance(kind, type))}
 
 
 def _subclasses_of_keras(kinds: Sequence[type]) -> list[type]:

@@ -1,9 +1,12 @@
 """Every metric gives Keras' number over ragged batches and meshes, and its object holds it after the pass."""
 
+import flax.linen as nn
+import jax
 import keras
 import numpy as np
 import pytest
 
+import dew_keras
 from dew.objectives.base import Ratio
 from dew_keras.callbacks import RunningLogs
 from dew_keras.metrics import MetricSet
@@ -247,6 +250,17 @@ def test_a_pass_inside_a_pass_keeps_to_itself():
     same(*found)
 
 
+def test_rows_of_steps_that_ran_as_one_program_are_fed_in_order():
+    x, y, weight = rows()
+    found = []
+    for steps in (1, 2):
+        model, _ = twins(
+            optimizer="sgd", loss="mse", metrics=make_own, steps_per_execution=steps, mesh={"data": 4, "fsdp": 2}
+        )
+        found.append(model.fit(x, y, 4, 2, 0, shuffle=False, sample_weight=weight).history)
+    same(*found)
+
+
 def test_a_metric_may_keep_what_it_likes():
     x, y, _ = rows()
     model, _ = twins(optimizer="sgd", loss="mse", metrics=lambda: [Median()], mesh={"data": 8})
@@ -279,3 +293,39 @@ def test_sums_and_rows_are_kept_apart():
     statistics = measured.statistics([y], [y_pred], [None], None)
     assert statistics.keys() == {FED_ROWS, "mae"}
     assert list(statistics[FED_ROWS].predictions) == [0]
+
+
+TOKENS = RNG.integers(0, 5, (6, 7))
+LOGITS = RNG.normal(size=(6, 7, 5)).astype("float32")
+TOKEN_WEIGHTS = RNG.integers(0, 2, (6, 7)).astype("float32")
+
+
+class Lookup(nn.Module):
+    """Scores of the next token by the token before."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Look them up."""
+        return nn.Embed(5, 5, name="table")(x)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 6])
+@pytest.mark.parametrize("mesh", [{"data": 4, "fsdp": 2}, None], ids=str)
+def test_perplexity_of_a_keras_loss_does_not_depend_on_batches(mesh, batch_size):
+    model = dew_keras.Model(Lookup(), variables={"params": {"table": {"embedding": LOGITS[0, :5]}}})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
+    model.compile("sgd", loss, metrics=[dew_keras.Perplexity(name="all")], weighted_metrics=["perplexity"], mesh=mesh)
+    x, y = TOKENS, np.roll(TOKENS, 1, axis=1)
+    got = model.evaluate(x, y, batch_size, 0, sample_weight=TOKEN_WEIGHTS, return_dict=True)
+    chances = jax.nn.log_softmax(LOGITS[0, :5])[x, y]
+    want = np.exp(-(chances * TOKEN_WEIGHTS).sum() / TOKEN_WEIGHTS.sum())
+    np.testing.assert_allclose(got["perplexity"], want, rtol=1e-6)
+    np.testing.assert_allclose(got["all"], np.exp(-chances.mean()), rtol=1e-6)
+
+
+def test_perplexity_takes_probabilities_and_its_config_makes_it_again():
+    metric = dew_keras.Perplexity.from_config(dew_keras.Perplexity(from_logits=False).get_config())
+    metric.update_state(TOKENS[..., None], jax.nn.softmax(LOGITS), TOKEN_WEIGHTS[:, 0])
+    losses = -np.log(np.take_along_axis(np.asarray(jax.nn.softmax(LOGITS)), TOKENS[..., None], -1)[..., 0])
+    want = np.exp((losses * TOKEN_WEIGHTS[:, :1]).sum() / TOKEN_WEIGHTS[:, 0].sum() / 7)
+    np.testing.assert_allclose(metric.result(), want, rtol=1e-5)
