@@ -19,6 +19,7 @@ import numpy as np
 from keras.src.backend import get_keras_mask
 
 from dew.objectives.base import LossOutput, Ratio
+from dew.training.placing import plain
 from dew_keras.calling import ModuleCall
 from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
 from dew_keras.names import UniqueNames, display_name, unknown_name
@@ -267,7 +268,7 @@ def same_rank(first: Any, second: Any) -> tuple[Any, Any]:
     return (short, long) if swapped else (long, short)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class KerasObjective:
     """A Flax module under Keras losses and metrics.
 
@@ -275,7 +276,7 @@ class KerasObjective:
 
     Attributes:
         call: How the module is called.
-        example: A batch of one row, for shapes.
+        init: Makes fresh variables from a random key.
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
         loss_tracker: Shows a user the mean loss of the last pass.
@@ -284,7 +285,7 @@ class KerasObjective:
     """
 
     call: ModuleCall
-    example: Mapping[str, Any]
+    init: Callable[[jax.Array], Any]
     losses: LossSet | None
     metrics: MetricSet
     loss_tracker: keras.metrics.Mean
@@ -300,14 +301,6 @@ class KerasObjective:
     def keys(self) -> list[str]:
         """Log keys in the order of `evaluate`: the loss, the losses of outputs, metrics."""
         return ["loss", *(self.losses.keys if self.losses else ()), *self.metrics.names]
-
-    def init(self, key: jax.Array) -> Mapping[str, Any]:
-        """Make fresh variables.
-
-        Args:
-            key: Random key.
-        """
-        return self.call.init(key, jax.tree.map(jnp.asarray, self.example["x"]))
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Leave the batch as it is.
@@ -366,6 +359,8 @@ def bind_objective(
     call: ModuleCall,
     example: Mapping[str, Any],
     *,
+    init: Callable[[jax.Array], Any],
+    variables: Any,
     loss: Any,
     loss_weights: Any,
     metrics: Any,
@@ -378,6 +373,8 @@ def bind_objective(
     Args:
         call: How the module is called.
         example: A host batch as `fit` makes it.
+        init: Makes fresh variables from a random key.
+        variables: Shapes of the module's variables.
         loss: As `compile` takes it, or None.
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
@@ -392,7 +389,7 @@ def bind_objective(
         ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
     """
     example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
-    paths, predictions = flatten_outputs(call.output_shapes(example["x"]))
+    paths, predictions = flatten_outputs(call.output_shapes(plain(variables), example["x"]))
     targets = align_targets(example.get("y"), paths, "y")
     outputs = [
         Output(path, name, tuple(prediction.shape), target)
@@ -403,7 +400,7 @@ def bind_objective(
     losses = None if loss is None else LossSet(loss, loss_weights, outputs)
     return KerasObjective(
         call=call,
-        example=example,
+        init=init,
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
         loss_tracker=loss_tracker,
