@@ -329,3 +329,12 @@ def test_perplexity_takes_probabilities_and_its_config_makes_it_again():
     losses = -np.log(np.take_along_axis(np.asarray(jax.nn.softmax(LOGITS)), TOKENS[..., None], -1)[..., 0])
     want = np.exp((losses * TOKEN_WEIGHTS[:, :1]).sum() / TOKEN_WEIGHTS[:, 0].sum() / 7)
     np.testing.assert_allclose(metric.result(), want, rtol=1e-5)
+
+
+def test_perplexity_counts_every_token_alike_in_rows_of_any_length():
+    metric, losses = dew_keras.Perplexity(), []
+    for length in (2, 7):
+        metric.update_state(TOKENS[:, :length], LOGITS[:, :length])
+        chances = jax.nn.log_softmax(LOGITS[:, :length])
+        losses.append(-np.take_along_axis(np.asarray(chances), TOKENS[:, :length, None], -1).ravel())
+    np.testing.assert_allclose(metric.result(), np.exp(np.concatenate(losses).mean()), rtol=1e-6)
