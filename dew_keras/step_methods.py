@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from dew_keras.outputs import align_targets, flatten_outputs
 
-if TYPE_CHECKING:
-    from dew_keras.engine import Engine
-
 
 class StepMethods:
     """One step of training, evaluation and prediction, in pieces that a subclass may replace."""
 
-    _engine: Engine
+    _engine: Any
     _step_key: Any = None
     _loss_tracker: Any
 
