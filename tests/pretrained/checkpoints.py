@@ -5,7 +5,8 @@ import pathlib
 import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
-NAMES = ("llama", "llama_untied", "qwen3", "qwen3_untied")
+NAMES = ("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text")
+UNTIED = ("llama_untied", "qwen3_untied", "mistral")
 
 
 def safetensors_bytes(header, data=b"", length=None):
