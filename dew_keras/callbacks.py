@@ -7,6 +7,7 @@ callback reads them, and the progress bar shows the newest numbers that are ther
 from __future__ import annotations
 
 import collections
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,6 +35,21 @@ class RunningLogs:
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
 
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had summed when it was saved.
+
+        Args:
+            sums: What `sums` returned; empty for a pass from its start.
+        """
+        if sums:
+            self._sums, self._structure = jax.tree.flatten(dict(sums))
+
+    def sums(self) -> dict[str, Any]:
+        """Return the host sums over all steps, in the statistics' structure, waiting for the device."""
+        while self._pending:
+            self._fold()
+        return jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
+
     def add(self, statistics: Mapping[str, Any]) -> None:
         """Take what a started step reports, and read what is surely done.
 
@@ -41,10 +57,25 @@ class RunningLogs:
             statistics: Sums by name, on the device.
         """
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
-        leaves, self._structure = jax.tree.flatten(dict(statistics))
+        leaves, structure = jax.tree.flatten(dict(statistics))
+        if self._sums and structure != self._structure:
+            self._rename(statistics)
+        self._structure = structure
         self._pending.append(leaves)
         while len(self._pending) > MAX_PENDING:
             self._fold()
+
+    def _rename(self, statistics: Mapping[str, Any]) -> None:
+        """Bring sums under the keys of this model: Keras numbers the names of metric objects anew in every model."""
+        begun = jax.tree.unflatten(self._structure, self._sums)
+        names = {name: name if name in begun else _same_but_number(name, begun) for name in statistics}
+        renamed = {name: begun.get(old) for name, old in names.items()}
+        if jax.tree.structure(renamed) != jax.tree.structure(dict(statistics)) or len(begun) != len(statistics):
+            raise ValueError(
+                f"The epoch was begun with the logs {sorted(begun)}; this model reports {sorted(statistics)}. Compile "
+                "it with the same loss and metrics."
+            )
+        self._sums = jax.tree.leaves(renamed)
 
     def newest(self) -> dict[str, float]:
         """Return the means over the steps read so far, waiting only when there is none."""
@@ -286,6 +317,12 @@ def _flat(callbacks: Any) -> list[Any]:
     if isinstance(callbacks, list | tuple):
         return [found for item in callbacks for found in _flat(item)]
     return [callbacks]
+
+
+def _same_but_number(name: str, names: Mapping[str, Any]) -> str | None:
+    base = re.sub(r"_\d+$", "", name)
+    found = [other for other in names if re.sub(r"_\d+$", "", other) == base]
+    return found[0] if len(found) == 1 else None
 
 
 def _listens(callback: Any, name: str) -> bool:

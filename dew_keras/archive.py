@@ -1,0 +1,4 @@
+"""placeholder"""
+
+
+def open_weights_entry(path): ...
