@@ -57,6 +57,7 @@ class RunningLogs:
             statistics: Sums by name, on the device.
         """
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
+        structure: Any
         leaves, structure = jax.tree.flatten(dict(statistics))
         if self._sums and structure != self._structure:
             self._rename(statistics)
@@ -70,7 +71,8 @@ class RunningLogs:
         begun = jax.tree.unflatten(self._structure, self._sums)
         names = {name: name if name in begun else _same_but_number(name, begun) for name in statistics}
         renamed = {name: begun.get(old) for name, old in names.items()}
-        if jax.tree.structure(renamed) != jax.tree.structure(dict(statistics)) or len(begun) != len(statistics):
+        structure: Any = jax.tree.structure(dict(statistics))
+        if jax.tree.structure(renamed) != structure or len(begun) != len(statistics):
             raise ValueError(
                 f"The epoch was begun with the logs {sorted(begun)}; this model reports {sorted(statistics)}. Compile "
                 "it with the same loss and metrics."

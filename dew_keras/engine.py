@@ -249,11 +249,14 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        init = self._initialiser(example)
-        abstract = self.abstract_variables(example)
+        given = None if self._given_variables is None else plain(self._given_variables)
+        if given is not None and example is None and not self.is_language_model:
+            abstract = _shapes(given)  # data will show the module's own
+        else:
+            init = self._initialiser(example)
+            abstract = self.abstract_variables(example)
         shardings = self.placements(abstract)
-        if self._given_variables is not None:
-            given = plain(self._given_variables)
+        if given is not None:
             _check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
@@ -301,7 +304,12 @@ class Engine:
     @property
     def makes_weights(self) -> bool:
         """Whether there are weights, or `load` can make them without data."""
-        return self.is_built or self.is_language_model or self.is_pretrained
+        return self.is_built or self.is_language_model or self.is_pretrained or self._given_variables is not None
+
+    @property
+    def given_module(self) -> Any:
+        """The module as the user gave it, before `compile` configured it."""
+        return self._given_module
 
     def give(self, variables: Any) -> None:
         """Keep weights for a module whose shapes follow from data, until data shows them.
@@ -330,6 +338,7 @@ class Engine:
             self._run.loop.state = state
             self._run.progress.take(saved.cursor)
             self._run.optimizer.take_rate(saved.learning_rate)
+            self.seed = saved.seed
 
     def _adopt_pending(self) -> None:
         """Show the rate of a run that was read, or drop it when it is another optimizer's."""
@@ -339,6 +348,7 @@ class Engine:
         slots = jax.eval_shape(self.compiled.optimizer.build(self.view).init, _shapes(variables["params"]))
         if self.pending.matches(layer_shapes(slots, self.view)):
             self.compiled.optimizer.take_rate(self.pending.learning_rate)
+            self.seed = self.pending.seed
         else:
             self.pending = self._offered = None
 
@@ -514,7 +524,7 @@ class Engine:
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:

@@ -107,6 +107,14 @@ class Source(Protocol):
         """
         ...
 
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where `order` has one.
+
+        Args:
+            seed: The seed.
+        """
+        ...
+
     def example(self) -> dict[str, Any]:
         """Return a batch for its shapes; it is not lost to the passes."""
         ...
@@ -219,6 +227,14 @@ class ArraySource:
             epochs: Not read.
         """
 
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed.
+
+        Args:
+            seed: The seed.
+        """
+        self._seed = seed
+
     def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass.
 
@@ -316,6 +332,13 @@ class IterableSource:
             stream = itertools.islice(stream, start - 1, None)
         yield from stream
 
+    def reseed(self, seed: int) -> None:
+        """Do nothing: the object orders itself.
+
+        Args:
+            seed: Not read.
+        """
+
     def skippable(self, batches: int) -> int:
         """Return how many batches to leave out, and warn where their place was lost.
 
@@ -388,6 +411,14 @@ class SlicedSource:
             epochs: Epochs it would have made.
         """
         self._passed = epochs * self.steps
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where `order` has one.
+
+        Args:
+            seed: The seed.
+        """
+        self._source.reseed(seed)
 
     def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Go on for one epoch.

@@ -91,6 +91,10 @@ class Progress:
         self.order, self.is_begun, self.epoch = dict(source.order), True, first
         cursor = self._loaded
         if cursor is not None:
+            seed = cursor.order.get("seed")
+            if seed is not None and self.order.get("seed") is not None:
+                source.reseed(seed)
+                self.order = dict(source.order)
             self._check(cursor)
             source.pass_over(max(0, cursor.epoch - initial_epoch))
         elif self._offered is not None and (self._offered.epoch, self._offered.order) == (first, self.order):

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# HDF5 and zip add headers of a few hundred bytes per array.
-OVERHEAD_BYTES = 2**20
+from dew.files import check_room, unwritten
 
 
 @contextlib.contextmanager
@@ -32,9 +30,7 @@ def replacing(path: Path, nbytes: int) -> Iterator[Path]:
         OSError: If the disk has no room, or the write fails; the old file is whole and nothing is left beside it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes + OVERHEAD_BYTES:
-        raise OSError(errno.ENOSPC, _advice(path, nbytes, "there is no room"))
+    check_room(path, nbytes)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent)
     os.close(handle)
     unfinished = Path(name)
@@ -46,7 +42,7 @@ def replacing(path: Path, nbytes: int) -> Iterator[Path]:
         unfinished.chmod(0o666 & ~mask)
         os.replace(unfinished, path)
     except OSError as error:
-        raise OSError(error.errno or errno.EIO, _advice(path, nbytes, str(error))) from error
+        raise unwritten(path, nbytes, error) from error
     finally:
         if unfinished.exists():
             # HDF5 keeps a file open that it failed to close: emptied first, it holds no space either.
@@ -69,11 +65,3 @@ def check_replaceable(path: Path, *, overwrite: bool) -> None:
         raise IsADirectoryError(errno.EISDIR, "a directory is in the place of the file", str(path))
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists. Pass overwrite=True to replace it, or another path.")
-
-
-def _advice(path: Path, nbytes: int, reason: str) -> str:
-    free = shutil.disk_usage(path.parent).free
-    return (
-        f"{path} could not be written: {reason}. An earlier file there is unchanged. The new one is written "
-        f"beside it, so the disk needs {nbytes:,} bytes free; it has {free:,}"
-    )

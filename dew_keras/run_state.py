@@ -47,14 +47,15 @@ def run_arrays(state: TrainState, view: StackView, progress: Progress | None) ->
             yield f"sums/{name}", value
 
 
-def run_facts(accumulation: int, progress: Progress | None) -> dict[str, Any]:
+def run_facts(accumulation: int, seed: int, progress: Progress | None) -> dict[str, Any]:
     """Describe a run in JSON values.
 
     Args:
         accumulation: Batches per update.
+        seed: What arrays are shuffled by.
         progress: Where the running fit is, or None.
     """
-    facts: dict[str, Any] = {"accumulation": accumulation}
+    facts: dict[str, Any] = {"accumulation": accumulation, "seed": seed}
     if progress is not None and progress.is_begun:
         facts["cursor"] = {"epoch": progress.epoch, "batch": progress.batch, "order": dict(progress.order)}
     return facts
@@ -70,6 +71,7 @@ class SavedRun:
         counters: Counters and the root random key by field of `TrainState`.
         window: Sums of the open accumulation window; empty between windows.
         accumulation: Batches per update.
+        seed: What arrays are shuffled by.
         cursor: Where its fit was, or None between fits.
         exact_variables: Variables that are stored in another dtype than the model kept when it read them.
         skipped: Variables that were left out, whose slots are left out too.
@@ -80,14 +82,15 @@ class SavedRun:
     counters: Mapping[str, np.ndarray]
     window: Mapping[str, np.ndarray]
     accumulation: int
+    seed: int
     cursor: Cursor | None
     exact_variables: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     skipped: frozenset[str] = frozenset()
 
     @property
-    def batches(self) -> int:
-        """Batches consumed."""
-        return int(self.counters["step"])
+    def updates_started(self) -> int:
+        """Windows of batches that were consumed."""
+        return int(self.counters["step"]) // self.accumulation
 
     @property
     def learning_rate(self) -> float | None:
@@ -110,7 +113,7 @@ class SavedRun:
 
     def facts(self) -> dict[str, Any]:
         """Describe it as `run_facts` does."""
-        facts: dict[str, Any] = {"accumulation": self.accumulation}
+        facts: dict[str, Any] = {"accumulation": self.accumulation, "seed": self.seed}
         if self.cursor is not None:
             facts["cursor"] = {
                 "epoch": self.cursor.epoch,
@@ -210,15 +213,16 @@ def read_run(file: ArrayFile) -> SavedRun | None:
     for name in COUNTERS[:3]:
         if name not in counters or counters[name].shape != () or counters[name].dtype.kind not in "iu":
             raise DamagedFileError(f"{file.title} is damaged: its counter {name!r} is missing or no integer.")
-    accumulation = facts.get("accumulation")
-    if "key" not in counters or not _is_count(accumulation):
-        raise DamagedFileError(f"{file.title} is damaged: its random key or accumulation is missing.")
+    accumulation, seed = facts.get("accumulation"), facts.get("seed")
+    if "key" not in counters or not isinstance(accumulation, int) or accumulation < 1 or not isinstance(seed, int):
+        raise DamagedFileError(f"{file.title} is damaged: its random key, accumulation or seed is missing.")
     return SavedRun(
         title=file.title,
         optimizer=found["optimizer"],
         counters=counters,
         window=found["window"],
         accumulation=accumulation,
+        seed=seed,
         cursor=_cursor(facts.get("cursor"), found["sums"], file.title),
     )
 

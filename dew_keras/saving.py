@@ -8,24 +8,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from dew.placement.processes import write_once
 from dew.pretrained import save_pretrained
 from dew.tree import closest
-from dew_keras.archive import open_weights_entry
+from dew_keras.archive import SUFFIX, Archive
 from dew_keras.replacing import check_replaceable, replacing
 from dew_keras.run_state import SavedRun, read_run
-from dew_keras.weights_file import ArrayFile, write_arrays
+from dew_keras.weights_file import ArrayFile, Contents, write_hdf5
 
 WEIGHTS_SUFFIX = ".weights.h5"
+
+
+def is_archive(filepath: Any, zipped: bool | None) -> bool:
+    """Say whether `save` writes a `.keras` file, else a Hugging Face directory.
+
+    Args:
+        filepath: The path.
+        zipped: As `Model.save`.
+
+    Raises:
+        ValueError: If the path names another format, or `zipped` contradicts it.
+    """
+    path = Path(filepath)
+    archive = path.suffix == SUFFIX
+    is_folder = path.is_dir() or str(filepath).endswith(("/", os.sep))
+    if not archive and not is_folder and re.fullmatch(r"\.[A-Za-z]\w*", path.suffix):
+        raise ValueError(
+            f"save() writes a `{SUFFIX}` file, which load_model reads, or, for a language model, a Hugging Face "
+            f"directory under a path without an extension; weights alone are save_weights('name{WEIGHTS_SUFFIX}'). "
+            f"Received: filepath={str(filepath)!r}"
+        )
+    if zipped is not None and bool(zipped) is not archive:
+        raise ValueError(
+            f"A `{SUFFIX}` file is a zip and a Hugging Face directory is none; leave zipped out. "
+            f"Received: zipped={zipped!r}, filepath={str(filepath)!r}"
+        )
+    return archive
 
 
 def save_model(
@@ -55,38 +81,18 @@ def save_model(
         The directory.
 
     Raises:
-        ValueError: If the path names a file format, or the module is no language model.
+        ValueError: If the module is no language model.
         FileExistsError: If something is there and may not be replaced.
     """
     path = Path(filepath)
-    if path.name.endswith((".keras", ".h5", ".hdf5")):
-        raise ValueError(
-            "save() writes a Hugging Face checkpoint directory: give a path without a file extension, or use "
-            f"save_weights('name{WEIGHTS_SUFFIX}'). Received: filepath={str(filepath)!r}"
-        )
     if not is_language_model:
         raise ValueError(
-            f"{type(module).__name__} has no Hugging Face checkpoint format. Use save_weights('name{WEIGHTS_SUFFIX}'), "
-            "and build the module again to load it."
+            f"{type(module).__name__} has no Hugging Face checkpoint format. Use save('name{SUFFIX}') for the whole "
+            f"model, or save_weights('name{WEIGHTS_SUFFIX}'). Received: filepath={str(filepath)!r}"
         )
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists. Pass overwrite=True to replace it, or another path.")
     return save_pretrained(path, module, variables, config, tokenizer, generation_config)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What goes into a weights file.
-
-    Attributes:
-        arrays: Names and host arrays, one after another; all processes consume them together.
-        facts: JSON values.
-        nbytes: Bytes of all arrays.
-    """
-
-    arrays: Iterator[tuple[str, np.ndarray]]
-    facts: Mapping[str, Any]
-    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,26 +133,6 @@ def save_weights(filepath: Any, contents: Contents, *, overwrite: bool = True) -
     write_once(write, contents.arrays)
 
 
-def write_hdf5(path: Path, arrays: Iterator[tuple[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
-    """Write a new HDF5 file and wait until it is on the disk.
-
-    Args:
-        path: The file.
-        arrays: Names and arrays.
-        facts: JSON values.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    try:
-        with h5py.File(path, "w") as file:
-            write_arrays(file, arrays, facts)
-    except RuntimeError as error:  # what HDF5 makes of a disk that fills while it closes a file
-        raise OSError(errno.EIO, str(error)) from error
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
-
-
 def load_weights(filepath: Any, shapes: Mapping[str, Any] | None, *, skip_mismatch: bool = False) -> Loaded:
     """Read what `save_weights`, or `save` as a `.keras` file, wrote.
 
@@ -163,14 +149,20 @@ def load_weights(filepath: Any, shapes: Mapping[str, Any] | None, *, skip_mismat
         ValueError: If names or shapes differ.
         DamagedFileError: If the file cannot be read as it was written.
     """
-    path = Path(filepath)
-    if path.suffix != ".keras":
-        path = weights_path(filepath)
-    if not path.is_file():
+    with _opened(Path(filepath)) as file:
+        return read_weights(file, shapes, skip_mismatch=skip_mismatch)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[ArrayFile]:
+    if path.suffix == SUFFIX:
+        with Archive(path) as archive, archive.weights() as entry, ArrayFile(entry, str(path)) as file:
+            yield file
+        return
+    if not weights_path(path).is_file():
         raise FileNotFoundError(f"There is no file {path}.")
-    with contextlib.ExitStack() as stack:
-        opened: Any = path if path.suffix != ".keras" else stack.enter_context(open_weights_entry(path))
-        return read_weights(stack.enter_context(ArrayFile(opened, str(path))), shapes, skip_mismatch=skip_mismatch)
+    with ArrayFile(path, str(path)) as file:
+        yield file
 
 
 def read_weights(file: ArrayFile, shapes: Mapping[str, Any] | None, *, skip_mismatch: bool) -> Loaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ import numpy as np
 
 from dew.data.text import Tokenizer
 from dew.tree import named_leaves, nested
+from dew_keras.archive import write_archive
 from dew_keras.engine import Engine
 from dew_keras.layer_arrays import host_layers, layer_shapes, onto
+from dew_keras.module_config import module_config
 from dew_keras.run_state import run_arrays, run_facts
-from dew_keras.saving import Contents, load_weights, save_model, save_weights
+from dew_keras.saving import Loaded, is_archive, load_weights, save_model, save_weights
+from dew_keras.weights_file import Contents
 
 
 class WeightVerbs:
@@ -51,20 +55,24 @@ class WeightVerbs:
         engine.assign(onto(variables, dict(zip(names, weights, strict=True)), engine.view))
 
     def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None) -> None:
-        """Write a language model as a Hugging Face checkpoint directory, whole or not at all.
+        """Write the model, whole or not at all.
 
         Args:
-            filepath: The directory.
-            overwrite: Whether an earlier checkpoint there may be replaced.
-            zipped: Must be None.
+            filepath: A path that ends in `.keras` for the whole model and its run, which `load_model` reads; without
+                an extension, for a language model, a Hugging Face checkpoint directory.
+            overwrite: Whether an earlier file or checkpoint there may be replaced.
+            zipped: None, or what the path says: True with `.keras`.
 
         Raises:
-            ValueError: If the path names a file, or the module has no such format.
-            FileExistsError: If something else is there.
+            ValueError: If the path names another format, or a part of the model cannot be described.
+            FileExistsError: If something is there that may not be replaced.
+            OSError: If it cannot be written; an earlier file stays.
         """
-        if zipped is not None:
-            raise ValueError(f"zipped is not available: save() writes a directory. Received: zipped={zipped!r}")
         engine = self._engine
+        if is_archive(filepath, zipped):
+            config = model_config(self, engine)
+            write_archive(Path(filepath), config, self.tokenizer, contents(engine), overwrite=overwrite)
+            return
         save_model(
             filepath,
             module=engine.module,
@@ -111,25 +119,64 @@ class WeightVerbs:
             FileNotFoundError: If there is no such file.
             ValueError: If names or shapes differ; nothing is changed.
         """
-        engine = self._engine
-        if not engine.makes_weights:
-            if skip_mismatch:
-                engine.load(None)  # says how to make the weights that could be compared
-            loaded = load_weights(filepath, None)
-            engine.give(engine.view.stack(nested(loaded.variables)))
-            engine.restore(loaded.run)
-        else:
-            variables = engine.load(None)
-            kept = layer_shapes(variables, engine.view)
-            loaded = load_weights(filepath, kept, skip_mismatch=skip_mismatch)
-            run = loaded.run
-            if run is not None:
-                exact = {name: value for name, value in loaded.variables.items() if value.dtype != kept[name].dtype}
-                run = dataclasses.replace(run, exact_variables=exact)
-            engine.assign(onto(variables, loaded.variables, engine.view))
-            engine.restore(run, loaded.skipped)
-        if loaded.run is not None:
-            self.count_batches(loaded.run.batches // loaded.run.accumulation)
+        if skip_mismatch and not self._engine.makes_weights:
+            self._engine.load(None)  # says how to make the weights that could be compared
+        adopt(self, self._engine, lambda shapes: load_weights(filepath, shapes, skip_mismatch=skip_mismatch))
+
+
+def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None], Loaded]) -> None:
+    """Take over what a weights file holds.
+
+    Args:
+        model: The model, which counts batches.
+        engine: Its engine.
+        read: Reads the file for given shapes of the variables; None stands for whatever the file has.
+    """
+    view = engine.view
+    if not engine.makes_weights:
+        loaded = read(None)
+        engine.give(view.stack(nested(loaded.variables)))
+        run = loaded.run
+    else:
+        variables = engine.load(None)
+        kept = layer_shapes(variables, view)
+        loaded = read(kept)
+        run = loaded.run
+        if run is not None:
+            exact = {name: value for name, value in loaded.variables.items() if value.dtype != kept[name].dtype}
+            run = dataclasses.replace(run, exact_variables=exact)
+        engine.assign(onto(variables, loaded.variables, view))
+    engine.restore(run, loaded.skipped)
+    if run is not None:
+        model.count_batches(run.updates_started)
+
+
+def model_config(model: Any, engine: Engine) -> dict[str, Any]:
+    """Describe a model as JSON values.
+
+    Args:
+        model: The model.
+        engine: Its engine.
+
+    Raises:
+        ValueError: If a part of it cannot be described.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise ValueError(
+            "A .keras file holds a tokenizer of dew.data.Tokenizer only. Use save_weights(). "
+            f"Received: tokenizer of type {type(tokenizer).__name__}"
+        )
+    described = None if engine.preset is None else engine.preset.described
+    return {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "name": model.name,
+        "seed": engine.seed,
+        "module": module_config(engine.given_module),
+        "end_of_turn": None if tokenizer is None else tokenizer.end_of_turn,
+        "pretrained": described and {"config": described.config, "generation_config": described.generation_config},
+        "compile": model.get_compile_config() if model.compiled and hasattr(model, "get_compile_config") else None,
+    }
 
 
 def contents(engine: Engine) -> Contents:
@@ -146,7 +193,7 @@ def contents(engine: Engine) -> Contents:
     if saved is not None:
         exact, run, facts = saved.exact_variables, saved.arrays(), saved.facts()
     elif state is not None:
-        run, facts = run_arrays(state, view, engine.progress), run_facts(accumulation, engine.progress)
+        run, facts = run_arrays(state, view, engine.progress), run_facts(accumulation, engine.seed, engine.progress)
     held = ((f"variables/{name}", exact.get(name, value)) for name, value in host_layers(variables, view))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves((variables, state if saved is None else None)))
     nbytes += 0 if saved is None else saved.nbytes

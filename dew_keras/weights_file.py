@@ -1,15 +1,19 @@
 """The inside of a weights file: named arrays in HDF5, written as they are and read with suspicion.
 
-Entry points: `write_arrays`, `ArrayFile`. A file may come from anybody: only plain arrays whose bytes are all there
+Entry points: `write_hdf5`, `ArrayFile`. A file may come from anybody: only plain arrays whose bytes are all there
 are read, so no size in a header can ask for more memory than the file is long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -26,17 +30,42 @@ class DamagedFileError(ValueError, OSError):
     """A file that cannot be read as it was written; an OSError too, which callbacks that keep two copies wait for."""
 
 
-def write_arrays(file: h5py.File, arrays: Iterator[tuple[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
-    """Write named arrays and a few facts.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What goes into a weights file.
+
+    Attributes:
+        arrays: Names and host arrays, one after another; all processes consume them together.
+        facts: JSON values.
+        nbytes: Bytes of all arrays.
+    """
+
+    arrays: Iterator[tuple[str, np.ndarray]]
+    facts: Mapping[str, Any]
+    nbytes: int
+
+
+def write_hdf5(path: Path, arrays: Iterator[tuple[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
+    """Write a new HDF5 file and wait until it is on the disk.
 
     Args:
-        file: A new file.
-        arrays: Names, whose parts are separated by slashes, and arrays.
+        path: The file.
+        arrays: Names and arrays.
         facts: JSON values.
 
     Raises:
-        ValueError: If a name or dtype cannot be written.
+        OSError: If it cannot be written.
     """
+    try:
+        with h5py.File(path, "w") as file:
+            _write_arrays(file, arrays, facts)
+    except RuntimeError as error:  # what HDF5 makes of a disk that fills while it closes a file
+        raise OSError(errno.EIO, str(error)) from error
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _write_arrays(file: h5py.File, arrays: Iterator[tuple[str, np.ndarray]], facts: Mapping[str, Any]) -> None:
     for name, value in arrays:
         if any(part in ("", ".", "..") for part in name.split("/")):
             raise ValueError(f"A weights file cannot hold the name {name!r}: a part of it is empty or made of dots.")
