@@ -1,17 +1,25 @@
 """Stopped and continued from a file equals never stopped: losses, logs, weights, in the middle of an epoch too."""
 
 import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
 
 import dew_keras
+from dew.objectives.base import Ratio
+from dew_keras.callbacks import RunningLogs
 from tests.dew_keras.nets import Linear, Regularised, rows
 
 # Keras' own callbacks read its variables in a way that NumPy 2 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 COUNT, BATCH = 22, 4  # 6 batches an epoch, the last one short: windows of 4 batches lie across epochs
 X, _, _ = rows(COUNT)
 Y = np.eye(3, dtype="float32")[np.arange(COUNT) % 3]
@@ -100,6 +108,30 @@ def test_backup_and_restore_resumes_exactly(tmp_path, save_freq, fail_at, mesh):
     assert not list(tmp_path.glob("*"))
 
 
+KILLED = """
+import sys, os, signal, keras
+from tests.dew_keras.test_resume import build, train, Spy
+class Kill(keras.callbacks.Callback):
+    epoch = 0
+    def on_epoch_end(self, epoch, logs=None):
+        self.epoch = epoch + 1
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == (1, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+train(build(), [keras.callbacks.BackupAndRestore(sys.argv[1], 2), Kill()])
+"""
+
+
+def test_a_killed_process_is_gone_on_with_by_another(tmp_path):
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    got = train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), 2), Spy()])
+    assert_goes_on(got, uninterrupted(), (1, 4))
+
+
 def test_it_resumes_again_after_a_second_crash(tmp_path):
     # Keras writes epoch 0 into its own metadata after a resume; the weights file knows better.
     for fail_at in ((1, 1), (1, 5)):
@@ -132,7 +164,6 @@ def test_saved_between_fits_and_loaded_goes_on(tmp_path):
     model.save_weights(path)
     early = build()
     early.load_weights(path)  # before weights, masters and moments exist
-    early.save_weights(tmp_path / "b.weights.h5") if early.built else None
     late = build()
     late.fit(X, Y, BATCH, 1, 0)  # all of it exists
     late.load_weights(path)
@@ -148,7 +179,12 @@ def test_saved_between_fits_and_loaded_goes_on(tmp_path):
 
 def test_a_checkpoint_inside_an_epoch_is_gone_on_with_by_the_fit_of_that_epoch(tmp_path):
     path = str(tmp_path / "{epoch}-{batch}.weights.h5")
-    train(build(), [keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=4)], epochs=2)
+    checkpoints = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=4)]
+    checkpoints.append(keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}-{batch}.keras"), save_freq=4))
+    train(build(), checkpoints, epochs=2)
+    model = dew_keras.load_model(tmp_path / "2-2.keras", {"Regularised": Regularised}, compile=False)
+    model.compile(**build()._engine.compiled.arguments)
+    assert_goes_on(train(model, [Spy()], initial_epoch=1, **arrays()), uninterrupted(), (1, 2))
     model = build()
     model.load_weights(tmp_path / "2-2.weights.h5")
     assert_goes_on(train(model, [Spy()], initial_epoch=1, **arrays()), uninterrupted(), (1, 2))
@@ -211,6 +247,16 @@ SOURCES = {
 def _six():
     numbers = stream()
     return [next(numbers) for _ in range(6)]
+
+
+def test_metrics_that_keras_numbers_anew_keep_their_sums():
+    running = RunningLogs(lambda sums: {name: item.value() for name, item in sums.items()})
+    running.start_with({"auc_3": Ratio(np.float64(6), np.float64(2)), "loss": Ratio(np.float64(1), np.float64(2))})
+    running.add({"auc_7": Ratio(np.float32(2), np.float32(2)), "loss": Ratio(np.float32(1), np.float32(2))})
+    assert running.values() == {"auc_7": 2.0, "loss": 0.5}
+    running.start_with({"other": Ratio(np.float64(6), np.float64(2))})
+    with pytest.raises(ValueError, match=r"begun with the logs \['other'\]; this model reports \['loss'\]"):
+        running.add({"loss": Ratio(np.float32(1), np.float32(2))})
 
 
 @pytest.mark.parametrize("kind", SOURCES)

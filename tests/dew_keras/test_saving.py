@@ -73,7 +73,7 @@ def test_a_run_goes_on_in_other_storage_on_another_mesh(tmp_path, trained, unint
     trained.save_weights(tmp_path / "a.weights.h5")
     with h5py.File(tmp_path / "a.weights.h5") as file:
         assert "variables/params/layers_1/mlp/up_proj/kernel" in file
-        assert "optimizer/slots/m/layers_1/mlp/up_proj/kernel" in file
+        assert "optimizer/slots/momentum/layers_1/mlp/up_proj/kernel" in file
         assert "window/gradients/layers_1/mlp/up_proj/kernel" in file
     apart = language(seed=9, scan_layers=False)
     apart.compile(apart.optimizer, accumulation=2, mesh={"data": 4, "tensor": 2})
