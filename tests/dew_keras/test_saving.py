@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import dew_keras
+from dew.pretrained import load_pretrained, save_pretrained
 from dew_keras.module_config import module_config, module_from_config
 from dew_keras.weights_file import DamagedFileError
 from tests.dew_keras.nets import Linear, Regularised, rows
@@ -486,3 +487,30 @@ def test_a_damaged_file_is_an_error_of_both_kinds(tmp_path):
         model.load_weights(tmp_path / "a.weights.h5")
     assert isinstance(caught.value, OSError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_masters_in_a_file_are_exact_where_the_model_keeps_fewer_bits(tmp_path):
+    def compiled(made):
+        made.compile(keras.optimizers.Adam(1e-4), mesh={"fsdp": 8})
+        return made
+
+    def model():
+        return compiled(dew_keras.Model.from_preset(tmp_path / "half"))
+
+    given = load_pretrained("tests/fixtures/llama")
+    save_pretrained(tmp_path / "half", given.module, given.variables, given.config, dtype="bfloat16")
+
+    batch = tiny_batch(rows=8, length=8)
+    whole, early = model(), model()
+    whole.fit(batch, batch_size=8, verbose=0)
+    whole.save_weights(tmp_path / "a.weights.h5")
+    early.load_weights(tmp_path / "a.weights.h5")
+    assert {leaf.dtype for leaf in jax.tree.leaves(early.variables)} == {jnp.dtype(jnp.bfloat16)}
+    early.save(tmp_path / "b.keras")
+    last = compiled(dew_keras.load_model(tmp_path / "b.keras", compile=False))
+    want = whole.fit(batch, batch_size=8, epochs=2, initial_epoch=1, verbose=0).history
+    for other in (early, last):
+        assert other.fit(batch, batch_size=8, epochs=2, initial_epoch=1, verbose=0).history == want
+        weights_equal(other, whole)
+    last.save(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
