@@ -10,7 +10,7 @@ import collections
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import keras
@@ -22,6 +22,30 @@ REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
 
 
+class Logs(Protocol):
+    """The numbers of one pass."""
+
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, stacked where they ran as one program."""
+        ...
+
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had when it was saved; empty for a pass from its start."""
+        ...
+
+    def sums(self) -> dict[str, Any]:
+        """Return what `start_with` takes, waiting for the device."""
+        ...
+
+    def newest(self) -> dict[str, float]:
+        """Return the numbers so far, without waiting for new steps where that is possible."""
+        ...
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers over all steps, waiting for the device."""
+        ...
+
+
 class RunningLogs:
     """Sums of one pass, read from the device a few steps late.
 
@@ -31,7 +55,7 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[list[jax.Array]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
 
@@ -50,11 +74,12 @@ class RunningLogs:
             self._fold()
         return jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
 
-    def add(self, statistics: Mapping[str, Any]) -> None:
-        """Take what a started step reports, and read what is surely done.
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, and read what is surely done.
 
         Args:
             statistics: Sums by name, on the device.
+            steps: Steps that ran as one program; their sums are stacked.
         """
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
         structure: Any
@@ -62,7 +87,7 @@ class RunningLogs:
         if self._sums and structure != self._structure:
             self._rename(statistics)
         self._structure = structure
-        self._pending.append(leaves)
+        self._pending.append((steps, leaves))
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -93,7 +118,10 @@ class RunningLogs:
 
     def _fold(self) -> None:
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        host = [np.asarray(leaf).astype(np.float64) for leaf in self._pending.popleft()]
+        steps, leaves = self._pending.popleft()
+        host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
+        if steps > 1:
+            host = [leaf.sum(axis=0) for leaf in host]
         self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
 
     def _reported(self) -> dict[str, float]:
@@ -288,7 +316,7 @@ class Hooks:
         for callback in self.callbacks:
             getattr(callback, f"on_{phase}_batch_begin")(batch, logs={})
 
-    def batch_end(self, phase: str, batch: int, logs: RunningLogs | dict[str, Any]) -> None:
+    def batch_end(self, phase: str, batch: int, logs: Logs | dict[str, Any]) -> None:
         """Call `on_<phase>_batch_end`, and redraw the bar when it is time.
 
         Args:
@@ -298,7 +326,7 @@ class Hooks:
         """
         listeners = self._batch_end[phase]
         if listeners:
-            seen = LazyLogs(logs.values) if isinstance(logs, RunningLogs) else logs
+            seen = logs if isinstance(logs, dict) else LazyLogs(logs.values)
             for callback in listeners:
                 getattr(callback, f"on_{phase}_batch_end")(batch, logs=seen)
         if self._bar is None or (self._in_fit and phase != "train"):
@@ -307,7 +335,7 @@ class Hooks:
         now = time.perf_counter()
         if batch == 0 or now - self._drawn >= REDRAW_SECONDS:
             self._drawn = now
-            shown = logs.newest() if isinstance(logs, RunningLogs) else {}
+            shown = {} if isinstance(logs, dict) else logs.newest()
             getattr(self._bar, f"on_{phase}_batch_end")(batch, shown)
 
 

@@ -27,11 +27,13 @@ from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
+from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
-from dew_keras.inputs import RowSharing
+from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
+from dew_keras.inputs import Filling, RowSharing
 from dew_keras.layer_arrays import layer_shapes, place_like
-from dew_keras.loop import FitRun
+from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
@@ -47,11 +49,14 @@ class Engine:
         preset: The checkpoint it came from, or None.
         variables: Weights to start from, or None.
         seed: Seed of initial weights, dropout, shuffling and sampling.
+        model: The model, whose class may override pieces of a step.
     """
 
-    def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int) -> None:
+    def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int, model: Any) -> None:
         self._given_module = module
         self.module = module
+        self._model = model
+        self.overrides = overridden(model)
         self.preset = preset
         self.seed = seed
         self.compiled: Compiled | None = None
@@ -67,6 +72,7 @@ class Engine:
         self._offered: Cursor | None = None
         self._objective: Any = None
         self._trainer: Trainer | None = None
+        self._steps: CustomSteps | None = None
         self._is_closed = False
 
     @property
@@ -128,6 +134,7 @@ class Engine:
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         self._check_open()
+        self._check_overrides(compiled)
         if self._run is not None:
             raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
         if layout is not None and not isinstance(layout, Layout):
@@ -136,7 +143,7 @@ class Engine:
         new_mesh = as_mesh(mesh)
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
-        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed)
+        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed, model=self._model)
         fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
@@ -151,7 +158,7 @@ class Engine:
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = None
+        self._trainer = self._objective = self._steps = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
@@ -161,6 +168,20 @@ class Engine:
         self._adopt_pending()
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
+
+    def _check_overrides(self, compiled: Compiled) -> None:
+        own = sorted(self.overrides - {"predict_step"})
+        if own and self.is_language_model and isinstance(compiled.loss, str):
+            raise ValueError(
+                f"{type(self._model).__name__} overrides {own}, which work on outputs and targets; loss='auto' never "
+                "makes the logits of all tokens. Give compile() a Keras loss, such as "
+                "SparseCategoricalCrossentropy(from_logits=True)."
+            )
+        if self.overrides & set(STEPS) and compiled.accumulation > 1:
+            raise ValueError(
+                f"{type(self._model).__name__} overrides {own}; such a step applies its update itself. Use "
+                f"accumulation=1. Received: accumulation={compiled.accumulation}"
+            )
 
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
         module = self._given_module
@@ -212,16 +233,21 @@ class Engine:
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
         return lambda key: self.call.init(key, x)
 
-    def keeps_statistics(self, example: Mapping[str, Any]) -> bool:
-        """Say whether the module has collections beside its parameters, such as batch statistics.
+    @property
+    def filling(self) -> Filling:
+        """How short batches are filled up, where nothing is trained."""
+        return "none" if self.overrides - {"predict_step"} else "copies"
+
+    def training_filling(self, example: Mapping[str, Any]) -> Filling:
+        """Say how short batches of a training pass are filled up.
 
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
-        if self.is_language_model:
-            return False
+        if self.filling == "none" or self.is_language_model:
+            return self.filling
         variables = self.abstract_variables(example) if self.variables is None else self.variables
-        return any(name != "params" for name in variables)
+        return "repeats" if any(name != "params" for name in variables) else "copies"
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.
@@ -401,8 +427,19 @@ class Engine:
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
+            compute_loss=self._model.compute_loss if "compute_loss" in self.overrides else None,
         )
         return self._objective
+
+    @property
+    def training_call(self) -> ModuleCall:
+        """How the module is called in training, on its masters."""
+        return ModuleCall(self._training_module())
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer, or a handle on an optax transformation; None before `compile`."""
+        return None if self.compiled is None else self.compiled.optimizer.public
 
     def _training_module(self) -> Any:
         return self.module.clone(param_dtype=self._master) if self.is_language_model else self.module
@@ -414,16 +451,54 @@ class Engine:
             example: A batch, for objectives that depend on it.
         """
         if self._trainer is None:
-            assert self.compiled is not None, "verbs check that the model is compiled"
+            compiled = self.compiled
+            assert compiled is not None, "verbs check that the model is compiled"
+            objective, transformation = self.objective(example), compiled.optimizer.build(self.view)
+            if self.overrides & set(STEPS):
+                self._steps = CustomSteps(self._model, transformation, is_eager=compiled.is_eager)
             self._trainer = Trainer(
-                self.objective(example),
-                self.compiled.optimizer.build(self.view),
+                objective,
+                transformation,
                 key=self.seed,
                 mesh=self.mesh,
                 layout=self.layout,
-                accumulation=self.compiled.accumulation,
+                accumulation=compiled.accumulation,
+                step=None if self._steps is None else self._steps.train,
+                carry=None if self._steps is None else self._steps.fresh_metrics(),
+                is_eager=compiled.is_eager,
             )
         return self._trainer
+
+    def scoring(self) -> Pass:
+        """Begin a pass over held-out data; `trainer` was called before."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None, "the trainer is made first"
+        if steps is None:
+            return Pass(logs=RunningLogs(self.report), score=trainer.score, finish=lambda: None)
+        metrics = steps.fresh_metrics()
+
+        def score(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal metrics
+            placed = trainer.place_batch(batch)
+            with trainer.context():
+                logs, metrics = steps.test(variables, metrics, placed)
+            return logs
+
+        return Pass(logs=LatestLogs(), score=score, finish=lambda: steps.keep_metrics(metrics))
+
+    def _training(self) -> Pass:
+        """Begin a pass over the training data."""
+        steps, run = self._steps, self._run
+        assert self._trainer is not None, "called while a fit runs"
+        assert run is not None, "called while a fit runs"
+        if steps is None:
+            return Pass(logs=RunningLogs(self.report), score=self._trainer.score, finish=lambda: None)
+        run.loop.state = run.loop.state.replace(carry=run.progress.carry(steps.fresh_metrics()))
+        return Pass(
+            logs=LatestLogs(),
+            score=self._trainer.score,
+            finish=lambda: steps.keep_metrics(run.loop.state.carry),
+        )
 
     def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
         """Turn pooled statistics into logs, sorted by name.
@@ -459,16 +534,17 @@ class Engine:
             state = self._with_window(self.state, trainer)
         if self.pending is not None:
             state = self._continued(state, self.pending) or state
-        loop = trainer.loop(state)
+        loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
         progress = Progress(self._offered)
         self.state = self.pending = self._offered = None
         compiled.optimizer.claim()
         self._run = FitRun(
             loop=loop,
             optimizer=compiled.optimizer,
-            report=self.report,
-            score=trainer.score,
+            training=self._training,
+            scoring=self.scoring,
             accumulation=compiled.accumulation,
+            per_execution=compiled.per_execution,
             finish=self._take_average,
             progress=progress,
         )
@@ -504,7 +580,16 @@ class Engine:
         def apply(variables: Any, x: Any) -> Any:
             return call.apply(variables, x, key=None, train=False)[0]
 
+        if "predict_step" in self.overrides:
+            if self.compiled is None:
+                raise ValueError("You must call `compile()` before a predict_step of your own is run.")
+            transformation = self.compiled.optimizer.build(self.view)
+            apply = CustomSteps(self._model, transformation, is_eager=self._is_eager).predict
         return jax.jit(apply, out_shardings=whole)
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.compiled is not None and self.compiled.is_eager
 
     def predict(self, batch: Mapping[str, Any]) -> Any:
         """Start computing the outputs of a host batch.
@@ -519,7 +604,7 @@ class Engine:
             ids = batch["x"]["tokens"] if isinstance(batch["x"], Mapping) else batch["x"]
             check_token_ids(self.module, ids, positions=np.shape(ids)[-1])
         placed = shard_batch(self.mesh, {"x": batch["x"]})
-        with self.context():
+        with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
 
 

@@ -13,7 +13,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import keras
@@ -26,6 +26,9 @@ from dew_keras.arrays import count_rows, is_array_tree, keras_arrays
 DEFAULT_BATCH_SIZE = 32
 # More rows than any array has: one batch of all of them.
 WHOLE_BATCH = 2**40
+# How a short batch is filled up: with copies of one row that carry no weight; by repeating all rows equally often, for
+# modules that keep batch statistics; or not at all, for code of the user's that could not leave filling out.
+Filling = Literal["copies", "repeats", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,22 @@ class RowSharing:
         unit = math.lcm(self.divisor, self.partition.count)
         return -(-rows // unit) * unit
 
+    def check_unfilled(self, rows: int) -> None:
+        """Refuse a batch that the mesh cannot hold without filling rows.
+
+        Args:
+            rows: Rows of the batch.
+
+        Raises:
+            ValueError: If they do not divide.
+        """
+        if rows % (unit := self.round_up(1)):
+            raise ValueError(
+                f"A batch of {rows} rows does not divide over the {unit} row shards of the mesh, and a step or loss of "
+                f"your own cannot tell filling rows from yours. Use batches, the last one too, of a multiple of {unit} "
+                "rows, or a mesh with fewer row shards."
+            )
+
     def share(self, data: Any) -> Any:
         """Cut this process's rows out of a global batch: one run of rows, so that order is kept."""
         count, index = self.partition.count, self.partition.index
@@ -85,11 +104,10 @@ class Source(Protocol):
 
     Attributes:
         order: What decides which rows each batch holds, as far as this program knows.
-        repeats_rows: Whether short batches are filled by repeating all rows equally often, for modules that keep
-            batch statistics, instead of by copies of one row.
+        filling: How short batches are filled up.
     """
 
-    repeats_rows: bool
+    filling: Filling
 
     @property
     def order(self) -> Mapping[str, int | None]: ...
@@ -196,7 +214,7 @@ class ArraySource:
         self.rows = count_rows(self.arrays)
         self.batch_size = int(batch_size)
         self._sharing, self._seed = sharing, seed
-        self.repeats_rows = False
+        self.filling: Filling = "copies"
         self._size = sharing.round_up(min(self.batch_size, self.rows))
         full = self.rows % self.batch_size == 0 or self.rows < self.batch_size
         self._mask = not full or min(self.batch_size, self.rows) != self._size
@@ -247,7 +265,9 @@ class ArraySource:
             stop = min(first + self.batch_size, self.rows)
             index: Any = slice(first, stop) if order is None else order[first:stop]
             data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
-            if self._mask and self.repeats_rows:
+            if self.filling == "none":
+                self._sharing.check_unfilled(stop - first)
+            elif self._mask and self.filling == "repeats":
                 data = repeat_rows(data, stop - first, self._sharing)
             else:
                 data = fill_rows(data, stop - first, self._size, always_mask=self._mask)
@@ -286,7 +306,7 @@ class IterableSource:
         self._when_spent, self._repeat_hooks = when_spent, repeat_hooks
         self.can_skip = not is_begun
         self._largest = 0
-        self.repeats_rows = False
+        self.filling: Filling = "copies"
         self._begun: tuple[Batch, Any, Iterator[Batch]] | None = None
 
     def example(self) -> dict[str, Any]:
@@ -367,7 +387,9 @@ class IterableSource:
             if start:
                 start -= 1
                 continue
-            if rows < self._largest and self.repeats_rows:
+            if self.filling == "none":
+                self._sharing.check_unfilled(rows)
+            elif rows < self._largest and self.filling == "repeats":
                 data = repeat_rows(data, rows, self._sharing)
             else:
                 data = fill_rows(data, rows, self._largest, always_mask=False)
@@ -390,7 +412,7 @@ class SlicedSource:
     def __init__(self, source: Source, steps: int) -> None:
         check_count("steps_per_epoch", steps)
         self.steps = int(steps)
-        self.repeats_rows = source.repeats_rows
+        self.filling = source.filling
         self._source = source
         self._passed = 0
         self._stream: Iterator[Batch] | None = None

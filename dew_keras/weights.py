@@ -175,7 +175,7 @@ def model_config(model: Any, engine: Engine) -> dict[str, Any]:
         "module": module_config(engine.given_module),
         "end_of_turn": None if tokenizer is None else tokenizer.end_of_turn,
         "pretrained": described and {"config": described.config, "generation_config": described.generation_config},
-        "compile": model.get_compile_config() if model.compiled and hasattr(model, "get_compile_config") else None,
+        "compile": model.get_compile_config(),
     }
 
 
