@@ -26,19 +26,19 @@ from dew.placement.stacks import StackView, stack_view
 from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
-from dew.tree import named_leaves
 from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
-from dew_keras.layer_arrays import layer_shapes, place_like
+from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
-from dew_keras.progress import Cursor, Progress
+from dew_keras.progress import Progress
 from dew_keras.run_state import SavedRun
+from dew_keras.waiting import WaitingRun
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
     """
 
     def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int, model: Any) -> None:
-        self._given_module = module
+        self.given_module = module
         self.module = module
         self._model = model
         self.overrides = overridden(model)
@@ -64,12 +64,11 @@ class Engine:
         self._mesh_given: Any = None
         self._storage: str | None = None
         self._master = "float32"
-        self._given_variables = variables
+        self.given_variables = variables
         self._variables: Any = None
         self.state: TrainState | None = None
         self._run: FitRun | None = None
-        self.pending: SavedRun | None = None  # read from a file; the next fit goes on with it
-        self._offered: Cursor | None = None
+        self.waiting = WaitingRun()
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
@@ -78,7 +77,7 @@ class Engine:
     @property
     def is_language_model(self) -> bool:
         """Whether the module has what the token loss and generation need."""
-        return all(hasattr(self._given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
+        return all(hasattr(self.given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
 
     @property
     def is_pretrained(self) -> bool:
@@ -147,7 +146,7 @@ class Engine:
         fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        known = fresh.abstract_variables() if self.is_language_model else _shapes(self.variables)
+        known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
@@ -165,7 +164,7 @@ class Engine:
             self._variables, self.state = self.state.variables, None
         if moves:
             self._move(places)
-        self._adopt_pending()
+        self._adopt_waiting()
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -184,7 +183,7 @@ class Engine:
             )
 
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
-        module = self._given_module
+        module = self.given_module
         if not self.is_language_model:
             if remat is not None or dtype is not None:
                 raise ValueError(
@@ -275,15 +274,15 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        given = None if self._given_variables is None else plain(self._given_variables)
+        given = None if self.given_variables is None else plain(self.given_variables)
         if given is not None and example is None and not self.is_language_model:
-            abstract = _shapes(given)  # data will show the module's own
+            abstract = shapes_of(given)  # data will show the module's own
         else:
             init = self._initialiser(example)
             abstract = self.abstract_variables(example)
         shardings = self.placements(abstract)
         if given is not None:
-            _check_structure(given, plain(abstract))
+            check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
@@ -299,7 +298,8 @@ class Engine:
             raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
-        self._variables = self.state = self.pending = None
+        self._variables = self.state = None
+        self.waiting.take(None)
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -313,8 +313,7 @@ class Engine:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
         placed = jax.tree.map(place_like, variables, self.variables)
-        if self.pending is not None:
-            self.pending = dataclasses.replace(self.pending, exact_variables={})
+        self.waiting.forget_variables()
         if self._run is not None:
             self._run.loop.state = self._run.loop.state.replace(variables=placed)
         elif self.state is not None:
@@ -330,20 +329,7 @@ class Engine:
     @property
     def makes_weights(self) -> bool:
         """Whether there are weights, or `load` can make them without data."""
-        return self.is_built or self.is_language_model or self.is_pretrained or self._given_variables is not None
-
-    @property
-    def given_module(self) -> Any:
-        """The module as the user gave it, before `compile` configured it."""
-        return self._given_module
-
-    def give(self, variables: Any) -> None:
-        """Keep weights for a module whose shapes follow from data, until data shows them.
-
-        Args:
-            variables: Host arrays in the module's structure.
-        """
-        self._given_variables = variables
+        return self.is_built or self.is_language_model or self.is_pretrained or self.given_variables is not None
 
     def restore(self, saved: SavedRun | None, skipped: frozenset[str] = frozenset()) -> None:
         """Go on with a run that was read from a file, now while a fit runs, else when the next one starts.
@@ -352,31 +338,24 @@ class Engine:
             saved: The run, whose weights were assigned already; None forgets one that was read before.
             skipped: Variables that were left out.
         """
-        self.pending = self._offered = None
-        if saved is None:
+        saved = saved and dataclasses.replace(saved, skipped=skipped)
+        if self._run is None or saved is None:
+            self.waiting.take(saved)
+            self._adopt_waiting()
             return
-        if self._run is None:
-            self.pending, self._offered = dataclasses.replace(saved, skipped=skipped), saved.cursor
-            self._adopt_pending()
-            return
-        state = self._continued(self._run.loop.state, dataclasses.replace(saved, skipped=skipped))
+        state = self._continued(self._run.loop.state, saved)
         if state is not None:
             self._run.loop.state = state
             self._run.progress.take(saved.cursor)
             self._run.optimizer.take_rate(saved.learning_rate)
             self.seed = saved.seed
 
-    def _adopt_pending(self) -> None:
-        """Show the rate of a run that was read, or drop it when it is another optimizer's."""
-        if self.pending is None or self.compiled is None:
+    def _adopt_waiting(self) -> None:
+        if self.compiled is None:
             return
-        variables = self._given_variables if self.variables is None else self.variables
-        slots = jax.eval_shape(self.compiled.optimizer.build(self.view).init, _shapes(variables["params"]))
-        if self.pending.matches(layer_shapes(slots, self.view)):
-            self.compiled.optimizer.take_rate(self.pending.learning_rate)
-            self.seed = self.pending.seed
-        else:
-            self.pending = self._offered = None
+        variables = self.given_variables if self.variables is None else self.variables
+        seed = self.waiting.adopt(self.compiled.optimizer, self.view, variables)
+        self.seed = self.seed if seed is None else seed
 
     def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
         trainer = self.trainer(None)
@@ -532,11 +511,11 @@ class Engine:
             self._variables = None  # the loop consumes them
         else:
             state = self._with_window(self.state, trainer)
-        if self.pending is not None:
-            state = self._continued(state, self.pending) or state
+        saved, progress = self.waiting.begin()
+        if saved is not None:
+            state = self._continued(state, saved) or state
         loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
-        progress = Progress(self._offered)
-        self.state = self.pending = self._offered = None
+        self.state = None
         compiled.optimizer.claim()
         self._run = FitRun(
             loop=loop,
@@ -567,7 +546,7 @@ class Engine:
         """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
         if trainer.accumulation == 1 or state.accumulator is not None:
             return state
-        shapes = _shapes(state.params)
+        shapes = shapes_of(state.params)
         make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
         return state.replace(accumulator=make())
 
@@ -608,22 +587,8 @@ class Engine:
             return self.predictor(self.variables, placed["x"])
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
-
-
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:
     first, second = old.optimizer.public, new.optimizer.public
     if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
         return first.transformation is second.transformation
     return first is second
-
-
-def _check_structure(given: Any, wanted: Any) -> None:
-    found, expected = named_leaves(given), named_leaves(wanted)
-    different = sorted(set(found) ^ set(expected))
-    if different:
-        raise ValueError(f"The variables given do not have the module's structure; they differ at {different[:5]}.")
-    for path, leaf in expected.items():
-        if tuple(jnp.shape(found[path])) != tuple(leaf.shape):
-            raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={jnp.shape(found[path])}.")

@@ -22,10 +22,11 @@ from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
 from dew_keras.generation import run_generate
-from dew_keras.inputs import WHOLE_BATCH, SlicedSource, check_count, keras_source
+from dew_keras.inputs import WHOLE_BATCH, check_count
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
 from dew_keras.presets import read_preset
 from dew_keras.step_methods import StepMethods
+from dew_keras.streams import SlicedSource, keras_source
 from dew_keras.summary import summary_text
 from dew_keras.weights import WeightVerbs
 

@@ -135,7 +135,7 @@ def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None],
     view = engine.view
     if not engine.makes_weights:
         loaded = read(None)
-        engine.give(view.stack(nested(loaded.variables)))
+        engine.given_variables = view.stack(nested(loaded.variables))
         run = loaded.run
     else:
         variables = engine.load(None)
@@ -185,7 +185,7 @@ def contents(engine: Engine) -> Contents:
     Args:
         engine: The model's engine.
     """
-    variables, state, saved, view = engine.load(None), engine.current, engine.pending, engine.view
+    variables, state, saved, view = engine.load(None), engine.current, engine.waiting.run, engine.view
     accumulation = 1 if engine.compiled is None else engine.compiled.accumulation
     exact: Mapping[str, np.ndarray] = {}
     facts: dict[str, Any] = {}

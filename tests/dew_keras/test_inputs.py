@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from dew.placement.partition import DataPartition
-from dew_keras.inputs import ArraySource, RowSharing, SlicedSource, keras_source
+from dew_keras.inputs import ArraySource, RowSharing
+from dew_keras.streams import SlicedSource, keras_source
 from tests.dew_keras.nets import rows, twins
 
 ON_EIGHT = RowSharing(divisor=8)

@@ -26,6 +26,9 @@ from tests.dew_keras.nets import Linear, Regularised, rows
 from tests.dew_keras.texts import tiny_language_module, tiny_tokenizer
 from tests.tiny import tiny_batch
 
+# Keras reads its own variables in a way that NumPy 2 warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 X, Y, _ = rows(8)
 CUSTOM = {"Linear": Linear, "Regularised": Regularised}
@@ -214,7 +217,6 @@ def test_what_save_writes_follows_from_the_path(tmp_path, trained):
 # Files from others -------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_files_of_keras_are_refused_by_name(tmp_path):
     theirs = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     theirs.save_weights(tmp_path / "a.weights.h5")
