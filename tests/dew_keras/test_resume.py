@@ -249,6 +249,31 @@ def _six():
     return [next(numbers) for _ in range(6)]
 
 
+class OwnStep(dew_keras.Model):
+    """Keeps a metric of its own, which Keras hands on from batch to batch."""
+
+    def train_step(self, state, data):
+        """Train on a batch as the base class does."""
+        return super().train_step(state, data)
+
+
+@pytest.mark.parametrize("kind, per_execution", [(dew_keras.Model, 3), (OwnStep, 1)])
+def test_other_forms_of_steps_resume_exactly(tmp_path, kind, per_execution):
+    data = {"x": np.tile(X, (3, 1))[:64], "y": np.tile(Y, (3, 1))[:64], "batch_size": 8}
+
+    def model():
+        made = kind(Linear(), seed=2)
+        made.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=per_execution, mesh=MESH)
+        return made
+
+    want = train(model(), [Spy()], epochs=2, **data)
+    last = {3: (1, 5), 1: (1, 6)}[per_execution]
+    with pytest.raises(ZeroDivisionError):
+        train(model(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy(last)], epochs=2, **data)
+    got = train(model(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy()], epochs=2, **data)
+    assert_goes_on(got, want, (1, last[1] + 1))
+
+
 def test_metrics_that_keras_numbers_anew_keep_their_sums():
     running = RunningLogs(lambda sums: {name: item.value() for name, item in sums.items()})
     running.start_with({"auc_3": Ratio(np.float64(6), np.float64(2)), "loss": Ratio(np.float64(1), np.float64(2))})
