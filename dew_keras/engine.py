@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
@@ -23,6 +24,7 @@ from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
+from dew.training.initialise import initialise
 from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
@@ -72,6 +74,7 @@ class Engine:
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
+        self._init: Any = None
         self._is_closed = False
 
     @property
@@ -150,14 +153,14 @@ class Engine:
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
-        keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
+        keeps_moments = self.compiled is not None and self.compiled.optimizer.is_same(compiled.optimizer)
         if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = self._steps = None
+        self._trainer = self._objective = self._steps = self._init = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
@@ -218,8 +221,16 @@ class Engine:
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
-        with self.context():
-            return jax.eval_shape(self._initialiser(example), jax.random.key(0))
+        return self._traced_init(example)[1]
+
+    def _traced_init(self, example: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """Return the function that draws variables and their shapes; the module is traced once for all uses."""
+        if self._init is None:
+            with self.context():
+                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
+            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
+        return self._init
 
     def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
         if self.is_language_model:
@@ -275,11 +286,11 @@ class Engine:
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
         given = None if self.given_variables is None else plain(self.given_variables)
+        init: Any = None
         if given is not None and example is None and not self.is_language_model:
             abstract = shapes_of(given)  # data will show the module's own
         else:
-            init = self._initialiser(example)
-            abstract = self.abstract_variables(example)
+            init, abstract = self._traced_init(example)
         shardings = self.placements(abstract)
         if given is not None:
             check_structure(given, plain(abstract))
@@ -287,9 +298,9 @@ class Engine:
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
         else:
-            make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
+            key = jax.random.fold_in(jax.random.key(self.seed), 0)
             with self.context():
-                self._variables = make(jax.random.fold_in(jax.random.key(self.seed), 0))
+                self._variables = initialise(init, key, abstract, shardings, self.mesh)
         return self._variables
 
     def close(self) -> None:
@@ -351,11 +362,9 @@ class Engine:
             self.seed = saved.seed
 
     def _adopt_waiting(self) -> None:
-        if self.compiled is None:
-            return
         variables = self.given_variables if self.variables is None else self.variables
-        seed = self.waiting.adopt(self.compiled.optimizer, self.view, variables)
-        self.seed = self.seed if seed is None else seed
+        if self.compiled is not None and self.waiting.adopt(self.compiled.optimizer, self.view, variables):
+            self.seed = self.waiting.seed
 
     def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
         trainer = self.trainer(None)
@@ -399,9 +408,12 @@ class Engine:
         if example is None:
             raise ValueError("The objective follows from the data. Call fit or evaluate first.")
         call = ModuleCall(self._training_module())
+        init, shapes = self._traced_init(example)
         self._objective = bind_objective(
             call,
             example,
+            init=init,
+            variables=shapes,
             loss=compiled.loss,
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
@@ -585,10 +597,3 @@ class Engine:
         placed = shard_batch(self.mesh, {"x": batch["x"]})
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
-
-
-def _same_optimizer(old: Compiled, new: Compiled) -> bool:
-    first, second = old.optimizer.public, new.optimizer.public
-    if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
-        return first.transformation is second.transformation
-    return first is second
