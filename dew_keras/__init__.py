@@ -14,5 +14,17 @@ from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec
 from dew_keras.loading import load_model
 from dew_keras.model import Model
+from dew_keras.token_metrics import Perplexity
 
-__all__ = ["Greedy", "Layout", "LayoutRefused", "MeshSpec", "Model", "Temperature", "TopK", "TopP", "load_model"]
+__all__ = [
+    "Greedy",
+    "Layout",
+    "LayoutRefused",
+    "MeshSpec",
+    "Model",
+    "Perplexity",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "load_model",
+]

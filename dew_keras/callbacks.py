@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from dew.placement.processes import is_primary
+from dew_keras.pooling import FED_ROWS, FedPass, MetricRows
 
 REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
@@ -55,9 +56,11 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array], MetricRows | None]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
+        self._rows: MetricRows | FedPass | None = None
+        self._fed: list[np.ndarray] = []  # what metric objects held when the pass was saved
 
     def start_with(self, sums: Mapping[str, Any]) -> None:
         """Begin with what the pass had summed when it was saved.
@@ -65,29 +68,37 @@ class RunningLogs:
         Args:
             sums: What `sums` returned; empty for a pass from its start.
         """
-        if sums:
-            self._sums, self._structure = jax.tree.flatten(dict(sums))
+        found = dict(sums)
+        self._fed = found.pop(FED_ROWS, {}).get("fed", [])
+        if found:
+            self._sums, self._structure = jax.tree.flatten(found)
 
     def sums(self) -> dict[str, Any]:
         """Return the host sums over all steps, in the statistics' structure, waiting for the device."""
         while self._pending:
             self._fold()
-        return jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
+        found = jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
+        if isinstance(self._rows, MetricRows):
+            self._rows = FedPass(self._rows.feed) + self._rows
+        fed = self._fed if self._rows is None else self._rows.state()
+        return {**found, FED_ROWS: {"fed": fed}} if fed else found
 
     def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
         """Take what started steps report, and read what is surely done.
 
         Args:
-            statistics: Sums by name, on the device.
-            steps: Steps that ran as one program; their sums are stacked.
+            statistics: Sums by name, and the rows of metrics that are no sums, on the device.
+            steps: Steps that ran as one program; their sums and rows are stacked.
         """
+        sums = dict(statistics)
+        rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
         structure: Any
-        leaves, structure = jax.tree.flatten(dict(statistics))
+        leaves, structure = jax.tree.flatten(sums)
         if self._sums and structure != self._structure:
-            self._rename(statistics)
+            self._rename(sums)
         self._structure = structure
-        self._pending.append((steps, leaves))
+        self._pending.append((steps, leaves, rows))
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -118,14 +129,24 @@ class RunningLogs:
 
     def _fold(self) -> None:
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        steps, leaves = self._pending.popleft()
+        steps, leaves, rows = self._pending.popleft()
         host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
         if steps > 1:
             host = [leaf.sum(axis=0) for leaf in host]
         self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
+        if rows is not None:
+            rows = jax.tree.map(np.asarray, rows)
+            for step in range(steps):
+                one = rows if steps == 1 else jax.tree.map(lambda leaf, step=step: leaf[step], rows)
+                if self._rows is None and self._fed:
+                    self._rows = FedPass(one.feed, self._fed)
+                self._rows = one if self._rows is None else self._rows + one
 
     def _reported(self) -> dict[str, float]:
-        return self._report(jax.tree.unflatten(self._structure, self._sums)) if self._sums else {}
+        if not self._sums:
+            return {}
+        statistics = jax.tree.unflatten(self._structure, self._sums)
+        return self._report(statistics if self._rows is None else {**statistics, FED_ROWS: self._rows})
 
 
 class LazyLogs(dict):

@@ -418,6 +418,7 @@ class Engine:
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
+            loss_tracker=self._model._loss_tracker,
             compute_loss=self._model.compute_loss if "compute_loss" in self.overrides else None,
         )
         return self._objective

@@ -16,11 +16,15 @@ import numpy as np
 from dew.objectives.base import Ratio
 from dew.tree import named_leaves
 from dew_keras.callbacks import Logs
-from dew_keras.metrics import MetricSum
+from dew_keras.pooling import FED_ROWS, MetricSum
 from dew_keras.weights_file import DamagedFileError
 
 if TYPE_CHECKING:
     from dew_keras.inputs import Source
+
+
+# Names what metric objects held; the key of their rows is empty, which no array may be called.
+FED_NAME = "*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,8 @@ def named_sums(sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Args:
         sums: Ratios, metric sums or latest numbers by log key.
     """
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(dict(sums)).items()}
+    named = {FED_NAME if key == FED_ROWS else key: value for key, value in sums.items()}
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(named).items()}
 
 
 def sums_of(arrays: Mapping[str, np.ndarray], title: str) -> dict[str, Any]:
@@ -194,6 +199,11 @@ def sums_of(arrays: Mapping[str, np.ndarray], title: str) -> dict[str, Any]:
                 raise DamagedFileError(f"{title} is damaged: the sums of {key!r} are not all there.")
             values = tuple(arrays[f"{key}/{index}"] for index in range(count))
             found[key.removesuffix("/values")] = MetricSum(values)
+        elif key.endswith("/fed") and field.isdigit():
+            fed = found.setdefault(FED_ROWS, {"fed": []})["fed"]
+            fed.append(arrays.get(f"{key}/{len(fed)}"))
+            if fed[-1] is None:
+                raise DamagedFileError(f"{title} is damaged: the metrics of {key!r} are not all there.")
         elif field == "latest":
             found[key] = {"latest": arrays[name]}
         else:

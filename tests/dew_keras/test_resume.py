@@ -257,13 +257,29 @@ class OwnStep(dew_keras.Model):
         return super().train_step(state, data)
 
 
+class Largest(keras.metrics.Metric):
+    """No sum: it is fed the rows on the host."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_pred))))
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.value)
+
+
 @pytest.mark.parametrize("kind, per_execution", [(dew_keras.Model, 3), (OwnStep, 1)])
 def test_other_forms_of_steps_resume_exactly(tmp_path, kind, per_execution):
     data = {"x": np.tile(X, (3, 1))[:64], "y": np.tile(Y, (3, 1))[:64], "batch_size": 8}
 
     def model():
         made = kind(Linear(), seed=2)
-        made.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=per_execution, mesh=MESH)
+        made.compile(
+            keras.optimizers.Adam(0.02), "mse", metrics=["mae", Largest()], steps_per_execution=per_execution, mesh=MESH
+        )
         return made
 
     want = train(model(), [Spy()], epochs=2, **data)
