@@ -7,7 +7,6 @@ starts, so that a model that only generates or evaluates holds its weights once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,25 +24,27 @@ from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
+from dew.training.optimizer import as_step_transformation
 from dew.training.placing import plain
-from dew.training.state import TrainState, empty_accumulator
+from dew.training.state import TrainState
 from dew.training.trainer import Trainer
+from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
-from dew_keras.calling import ModuleCall
+from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
+from dew_keras.kept_state import conformed_state, windowed_state
 from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
-from dew_keras.progress import Progress
-from dew_keras.run_state import SavedRun
+from dew_keras.restoring import RestoresRuns
 from dew_keras.waiting import WaitingRun
 
 
-class Engine:
+class Engine(RestoresRuns):
     """The dew objects behind a model.
 
     Args:
@@ -64,6 +65,7 @@ class Engine:
         self.compiled: Compiled | None = None
         self.layout = Layout()
         self._mesh_given: Any = None
+        self._compute: str | None = None
         self._storage: str | None = None
         self._master = "float32"
         self.given_variables = variables
@@ -76,6 +78,7 @@ class Engine:
         self._steps: CustomSteps | None = None
         self._init: Any = None
         self._is_closed = False
+        self._is_recompiled = False
 
     @property
     def is_language_model(self) -> bool:
@@ -90,7 +93,13 @@ class Engine:
     @functools.cached_property
     def call(self) -> ModuleCall:
         """How the module is called."""
-        return ModuleCall(self.module)
+        return self._call_of(self.module)
+
+    def _call_of(self, module: Any) -> ModuleCall:
+        # A language model computes in its own dtype, and declares that of its parameters.
+        if self.is_language_model:
+            return ModuleCall(module)
+        return ModuleCall(module, compute_dtype=self._compute, variable_dtype=self._storage)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -146,28 +155,33 @@ class Engine:
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
         fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed, model=self._model)
-        fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
+        fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
+        fresh._compute, fresh._storage = precision
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
         known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
-        keeps_moments = self.compiled is not None and self.compiled.optimizer.is_same(compiled.optimizer)
+        keeps_moments = self.compiled is not None and self.compiled.optimizer.given is compiled.optimizer.given
         if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
-        self.layout, self._storage = fresh.layout, fresh._storage
+        self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._trainer = self._objective = self._steps = self._init = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
             self._variables, self.state = self.state.variables, None
+        self._is_recompiled = True
         if moves:
             self._move(places)
         self._adopt_waiting()
+        if self.is_built and self._storage is not None:
+            params = cast_floats(self.variables["params"], self._storage)
+            self._set_variables({**self.variables, "params": params})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -188,12 +202,17 @@ class Engine:
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
         module = self.given_module
         if not self.is_language_model:
-            if remat is not None or dtype is not None:
+            if remat is not None:
                 raise ValueError(
-                    f"remat and dtype configure language models; {type(module).__name__} decides them in its own code. "
-                    f"Received: remat={remat!r}, dtype={dtype!r}"
+                    f"remat configures language models; {type(module).__name__} decides it in its own code, with "
+                    f"flax.linen.remat. Received: remat={remat!r}"
                 )
             return module
+        if dtype == "float16":
+            raise ValueError(
+                "dtype='mixed_float16' is not available for language models: masked attention scores and large "
+                "activations leave the range of float16. Use dtype='mixed_bfloat16', which needs no loss scale."
+            )
         changes = {} if dtype is None else {"dtype": dtype}
         if remat is not None:
             changes["remat"] = remat
@@ -297,6 +316,8 @@ class Engine:
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
+            if self._storage is not None and not self.is_language_model:
+                self._variables["params"] = cast_floats(self._variables["params"], self._storage)
         else:
             key = jax.random.fold_in(jax.random.key(self.seed), 0)
             with self.context():
@@ -323,61 +344,29 @@ class Engine:
         Args:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
-        placed = jax.tree.map(place_like, variables, self.variables)
         self.waiting.forget_variables()
-        if self._run is not None:
-            self._run.loop.state = self._run.loop.state.replace(variables=placed)
-        elif self.state is not None:
-            self.state = self.state.replace(variables=placed)
-        else:
-            self._variables = placed
+        self._set_variables(jax.tree.map(place_like, variables, self.variables))
 
-    @property
-    def progress(self) -> Progress | None:
-        """Where the running fit is in its data, or None."""
-        return None if self._run is None else self._run.progress
-
-    @property
-    def makes_weights(self) -> bool:
-        """Whether there are weights, or `load` can make them without data."""
-        return self.is_built or self.is_language_model or self.is_pretrained or self.given_variables is not None
-
-    def restore(self, saved: SavedRun | None, skipped: frozenset[str] = frozenset()) -> None:
-        """Go on with a run that was read from a file, now while a fit runs, else when the next one starts.
+    def replace_state(self, state: TrainState) -> None:
+        """Replace the training state, also between two steps of a running fit.
 
         Args:
-            saved: The run, whose weights were assigned already; None forgets one that was read before.
-            skipped: Variables that were left out.
+            state: A state in the structure of the current one.
         """
-        saved = saved and dataclasses.replace(saved, skipped=skipped)
-        if self._run is None or saved is None:
-            self.waiting.take(saved)
-            self._adopt_waiting()
-            return
-        state = self._continued(self._run.loop.state, saved)
-        if state is not None:
+        if self._run is not None:
             self._run.loop.state = state
-            self._run.progress.take(saved.cursor)
-            self._run.optimizer.take_rate(saved.learning_rate)
-            self.seed = saved.seed
+        else:
+            self.state = state
 
-    def _adopt_waiting(self) -> None:
-        variables = self.given_variables if self.variables is None else self.variables
-        if self.compiled is not None and self.waiting.adopt(self.compiled.optimizer, self.view, variables):
-            self.seed = self.waiting.seed
-
-    def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
-        trainer = self.trainer(None)
-        empty = self._with_window(state.replace(accumulator=None), trainer)
-        return saved.onto(empty, self.view, trainer.accumulation)
+    def _set_variables(self, variables: Any) -> None:
+        if self.current is None:
+            self._variables = variables
+        else:
+            self.replace_state(self.current.replace(variables=variables))
 
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        moved = jax.tree.map(jax.device_put, self.variables, places)
-        if self.state is not None:
-            self.state = self.state.replace(variables=moved)
-        else:
-            self._variables = moved
+        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
 
     @property
     def bound_objective(self) -> Any:
@@ -407,8 +396,12 @@ class Engine:
             )
         if example is None:
             raise ValueError("The objective follows from the data. Call fit or evaluate first.")
-        call = ModuleCall(self._training_module())
+        call = self._call_of(self._training_module())
         init, shapes = self._traced_init(example)
+        if self.is_language_model:
+            init = LanguageModel(self._training_module()).init  # in the dtype of the masters
+            with self.context():
+                shapes = jax.eval_shape(init, jax.random.key(0))
         self._objective = bind_objective(
             call,
             example,
@@ -426,7 +419,7 @@ class Engine:
     @property
     def training_call(self) -> ModuleCall:
         """How the module is called in training, on its masters."""
-        return ModuleCall(self._training_module())
+        return self._call_of(self._training_module())
 
     @property
     def optimizer(self) -> Any:
@@ -446,6 +439,9 @@ class Engine:
             compiled = self.compiled
             assert compiled is not None, "verbs check that the model is compiled"
             objective, transformation = self.objective(example), compiled.optimizer.build(self.view)
+            if compiled.optimizer.accumulation > 1 and not isinstance(objective, LanguageModel):
+                # Where the Keras optimizer accumulates, every batch of a Keras loss weighs the same.
+                transformation = as_step_transformation(transformation)._replace(averages_batches=True)
             if self.overrides & set(STEPS):
                 self._steps = CustomSteps(self._model, transformation, is_eager=compiled.is_eager)
             self._trainer = Trainer(
@@ -523,13 +519,14 @@ class Engine:
             state = trainer.place(self.load(example))
             self._variables = None  # the loop consumes them
         else:
-            state = self._with_window(self.state, trainer)
+            kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
+            state = windowed_state(kept, trainer)
+        self._is_recompiled = False
         saved, progress = self.waiting.begin()
         if saved is not None:
             state = self._continued(state, saved) or state
         loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
         self.state = None
-        compiled.optimizer.claim()
         self._run = FitRun(
             loop=loop,
             optimizer=compiled.optimizer,
@@ -541,27 +538,19 @@ class Engine:
             progress=progress,
         )
         try:
-            yield self._run
+            with self.lent():
+                yield self._run
             loop.drain()
         finally:
             self.state, self._run = loop.state, None
 
-    def _take_average(self) -> None:
-        """Make the weights their moving average, where the optimizer keeps one and has made an update."""
-        assert self._run is not None, "called while a fit runs"
-        loop, state = self._run.loop, self._run.loop.state
-        # Before the first update the average is still zeros.
-        if self._run.optimizer.finalizes_average and int(state.opt_state.count):
-            average = jax.tree.map(jnp.copy, state.opt_state.slots["average"])
-            loop.state = state.replace(variables={**state.variables, "params": average})
+    def lent(self) -> contextlib.AbstractContextManager[None]:
+        """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""
+        return lent(None if self.compiled is None else self.compiled.optimizer, self)
 
-    def _with_window(self, state: TrainState, trainer: Trainer) -> TrainState:
-        """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
-        if trainer.accumulation == 1 or state.accumulator is not None:
-            return state
-        shapes = shapes_of(state.params)
-        make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
-        return state.replace(accumulator=make())
+    def _take_average(self) -> None:
+        assert self._run is not None, "called while a fit runs"
+        self._run.loop.state = self._run.optimizer.finished(self._run.loop.state)
 
     @functools.cached_property
     def predictor(self) -> Any:

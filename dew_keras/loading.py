@@ -67,7 +67,7 @@ def load_model(
     model._engine.load(None)
     model._engine.restore(loaded.run)
     if loaded.run is not None:
-        model.count_batches(loaded.run.updates_started)
+        model.count_batches(loaded.run.batches)
     return model
 
 

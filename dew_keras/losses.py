@@ -20,7 +20,7 @@ from keras.src.backend import get_keras_mask
 
 from dew.objectives.base import LossOutput, Ratio
 from dew.training.placing import plain
-from dew_keras.calling import ModuleCall
+from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
 from dew_keras.names import UniqueNames, display_name, unknown_name
 from dew_keras.outputs import (
@@ -323,7 +323,8 @@ class KerasObjective:
             The loss times the rows over the rows: Keras weighs batches by their rows within an epoch.
         """
         y_pred, changed, added = self.call.apply(variables, batch["x"], key=key, train=train)
-        _, predictions = flatten_outputs(y_pred)
+        # Losses and metrics are computed in float32, whatever the module computes in.
+        _, predictions = flatten_outputs(cast_floats(y_pred, jnp.float32))
         targets = align_targets(batch.get("y"), self.paths, "y")
         weights = align_targets(batch.get("sample_weight"), self.paths, "sample_weight")
         rows = batch.get("rows")

@@ -91,15 +91,15 @@ class SavedRun:
     skipped: frozenset[str] = frozenset()
 
     @property
-    def updates_started(self) -> int:
-        """Windows of batches that were consumed."""
-        return int(self.counters["step"]) // self.accumulation
+    def batches(self) -> int:
+        """Batches consumed."""
+        return int(self.counters["step"])
 
     @property
-    def learning_rate(self) -> float | None:
-        """The rate of a Keras optimizer's next update, or None."""
-        rate = self.optimizer.get("hyperparams/learning_rate")
-        return float(rate) if rate is not None and rate.shape == () else None
+    def learning_rates(self) -> list[float]:
+        """The rates of the next update, one per part of a Keras optimizer, in order."""
+        names = sorted(name for name in self.optimizer if f"/{name}".endswith("/hyperparams/learning_rate"))
+        return [float(self.optimizer[name]) for name in names if self.optimizer[name].shape == ()]
 
     @property
     def nbytes(self) -> int:

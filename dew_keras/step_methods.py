@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from dew_keras.outputs import align_targets, flatten_outputs
 
-if TYPE_CHECKING:
-    from dew_keras.engine import Engine
-
 
 class StepMethods:
     """One step of training, evaluation and prediction, in pieces that a subclass may replace."""
 
-    _engine: Engine
+    _engine: Any
     _step_key: Any = None
     _loss_tracker: Any
 
@@ -126,11 +123,13 @@ class StepMethods:
         """
         trainable, non_trainable, optimizer_variables, metric_variables = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        differentiate = jax.value_and_grad(self._loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable)), gradients = differentiate(
-            trainable, non_trainable, x, y, sample_weight, training=True
-        )
         optimizer: Any = self._engine.optimizer
+
+        def scaled(trainable: Any) -> tuple[Any, Any]:
+            loss, updates = self._loss_and_updates(trainable, non_trainable, x, y, sample_weight, training=True)
+            return optimizer.scale_loss(loss), (loss, *updates)
+
+        gradients, (loss, y_pred, non_trainable) = jax.grad(scaled, has_aux=True)(trainable)
         trainable, optimizer_variables = optimizer.stateless_apply(optimizer_variables, gradients, trainable)
         logs, metric_variables = self._measured(metric_variables, loss, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer_variables, metric_variables)

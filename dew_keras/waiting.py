@@ -64,7 +64,7 @@ class WaitingRun:
         if not self.run.matches(layer_shapes(slots, view)):
             self.take(None)
             return False
-        optimizer.take_rate(self.run.learning_rate)
+        optimizer.take_rates(self.run.learning_rates)
         return True
 
     def begin(self) -> tuple[SavedRun | None, Progress]:

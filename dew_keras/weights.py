@@ -148,7 +148,7 @@ def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None],
         engine.assign(onto(variables, loaded.variables, view))
     engine.restore(run, loaded.skipped)
     if run is not None:
-        model.count_batches(run.updates_started)
+        model.count_batches(run.batches)
 
 
 def model_config(model: Any, engine: Engine) -> dict[str, Any]:
