@@ -79,7 +79,8 @@ class ModuleCall:
         positional, keywords = self.arguments(x)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
-        return {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
+        kept = {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
+        return {"params": {}, **kept}
 
     def apply(
         self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool

@@ -107,7 +107,7 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
         accumulation=_accumulation(given["accumulation"], optimizer.accumulation),
         sampler=None if given["sampler"] == "auto" else resolve_sampler(given["sampler"]),
         sequence_length=_sequence_length(given["sequence_length"]),
-        packing=bool(given["packing"]),
+        packing=given["packing"],
         arguments=given,
     )
 
@@ -160,6 +160,8 @@ def _refuse_execution_options(given: Mapping[str, Any]) -> None:
         )
     if given["jit_compile"] not in ("auto", True):
         raise ValueError(f"jit_compile must be 'auto' or True. Received: jit_compile={given['jit_compile']}")
+    if not isinstance(given["packing"], bool):
+        raise ValueError(f"packing must be True or False. Received: packing={given['packing']!r}")
     if given["mesh"] == "auto":
         raise ValueError(
             "mesh='auto' is not available. Give a dict such as {'fsdp': 4, 'tensor': 2}, a MeshSpec, or None for all "

@@ -29,6 +29,7 @@ from dew.tree import named_leaves
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.inputs import RowSharing
+from dew_keras.interrupts import InterruptGate
 from dew_keras.loop import FitRun
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
@@ -127,6 +128,11 @@ class Engine:
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, precision[0])
+        if self.is_language_model and (compiled.sequence_length or 0) > module.max_length:
+            raise ValueError(
+                f"The model reads at most {module.max_length} positions. "
+                f"Received: sequence_length={compiled.sequence_length}"
+            )
         new_mesh = as_mesh(mesh)
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
@@ -381,27 +387,29 @@ class Engine:
         trainer = self.trainer(example)
         compiled = self.compiled
         assert compiled is not None, "verbs check that the model is compiled"
-        if self.state is None:
-            state = trainer.place(self.load(example))
-            self._variables = None  # the loop consumes them
-        else:
-            state = self._with_window(self.state, trainer)
-        loop = trainer.loop(state)
-        self.state = None
-        compiled.optimizer.claim()
-        self._run = FitRun(
-            loop=loop,
-            optimizer=compiled.optimizer,
-            report=self.report,
-            score=trainer.score,
-            accumulation=compiled.accumulation,
-            finish=self._take_average,
-        )
-        try:
-            yield self._run
-            loop.drain()
-        finally:
-            self.state, self._run = loop.state, None
+        with InterruptGate() as gate:
+            if self.state is None:
+                with gate.hold():
+                    # The loop will consume the variables: from here the state owns them.
+                    self.state, self._variables = trainer.place(self.load(example)), None
+            loop = trainer.loop(self._with_window(self.state, trainer), nonfinite_limit=None)
+            compiled.optimizer.claim()
+            run = FitRun(
+                loop=loop,
+                gate=gate,
+                optimizer=compiled.optimizer,
+                report=self.report,
+                score=trainer.score,
+                accumulation=compiled.accumulation,
+                finish=self._take_average,
+            )
+            try:
+                self._run, self.state = run, None
+                yield run
+                loop.drain()
+            finally:
+                with gate.hold():
+                    self.state, self._run = loop.state, None
 
     def _take_average(self) -> None:
         """Make the weights their moving average, where the optimizer keeps one and has made an update."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +20,13 @@ import numpy as np
 from dew.training.loop import Loop
 from dew_keras.callbacks import MAX_PENDING, Hooks, RunningLogs
 from dew_keras.inputs import Batch, Source
+from dew_keras.interrupts import InterruptGate
 from dew_keras.optimizers import CompiledOptimizer
+
+_NOT_FINITE = (
+    "The loss of epoch {epoch} is {loss}. Steps whose loss or gradient is not finite change no weights, and training "
+    "goes on as in Keras. Stop it with keras.callbacks.TerminateOnNaN(), lower the learning rate, or clip the gradient."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,7 @@ class FitRun:
 
     Attributes:
         loop: The engine's loop.
+        gate: Holds an interrupt back while a step replaces the weights.
         optimizer: Whose rate is copied into the state when it was assigned.
         report: Turns sums into logs.
         score: Starts scoring a batch with given variables.
@@ -60,6 +69,7 @@ class FitRun:
     """
 
     loop: Loop
+    gate: InterruptGate
     optimizer: CompiledOptimizer
     report: Callable[[Any], dict[str, float]]
     score: Callable[[Any, Any], Any]
@@ -91,11 +101,15 @@ def run_fit(
     model.stop_training = False
     hooks.begin("train")
     logs: dict[str, float] = {}
+    warned = False
     # BackupAndRestore writes the epoch to go on with when training begins.
     first = model._initial_epoch or initial_epoch
     for epoch in range(first, epochs):
         hooks.epoch_begin(epoch)
         logs = _train_epoch(run, model, source, hooks, epoch)
+        if not warned and not model.stop_training and not math.isfinite(logs.get("loss", 0.0)):
+            warned = True
+            warnings.warn(_NOT_FINITE.format(epoch=epoch + 1, loss=logs["loss"]), stacklevel=3)
         if validation is not None and validation.is_due(epoch):
             found = run_evaluate(
                 lambda batch: run.score(run.loop.state.variables, batch),
@@ -145,7 +159,8 @@ def _step(run: FitRun, model: Any, batch: Batch, running: RunningLogs) -> None:
     rate = run.optimizer.changed_rate()
     if rate is not None:
         run.loop.state = run.loop.state.with_learning_rate(rate)
-    result = run.loop.step(batch.data)
+    with run.gate.hold():
+        result = run.loop.step(batch.data)
     running.add(result.statistics)
     model.count_batches(result.step // run.accumulation)
 

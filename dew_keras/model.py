@@ -13,11 +13,13 @@ from typing import Any
 from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
+from dew_keras.arguments import check_fit, check_hooks
 from dew_keras.arrays import host_tree
-from dew_keras.callbacks import Hooks
+from dew_keras.callbacks import Hooks, language_metric, monitored
 from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
+from dew_keras.followers import quiet
 from dew_keras.generation import run_generate
 from dew_keras.inputs import WHOLE_BATCH, SlicedSource, check_count, keras_source
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
@@ -143,9 +145,11 @@ class Model(WeightVerbs):
 
     @property
     def metrics(self) -> list[Any]:
-        """The Keras metric objects, once a batch showed the outputs; their state stays with each pass."""
+        """A group of the Keras metric objects, once a batch showed the outputs; their state stays with each pass."""
         known = getattr(self._engine.bound_objective, "metrics", None)
-        return [] if known is None else known.metrics
+        found = [] if known is None else known.metrics
+        language = () if self._engine.compiled is None else self._engine.compiled.language_metrics
+        return monitored([*found, *map(language_metric, language)])
 
     def reset_metrics(self) -> None:
         """Do nothing: every pass starts its own sums."""
@@ -269,12 +273,20 @@ class Model(WeightVerbs):
         Raises:
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
-        _check_frequency(validation_freq)
+        check_fit(
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            validation_split=validation_split,
+            validation_freq=validation_freq,
+        )
+        check_hooks(verbose, callbacks)
+        check_count("steps_per_epoch", steps_per_epoch)
         check_count("validation_steps", validation_steps)
         check_count("validation_batch_size", validation_batch_size)
         feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("fit"))
+        split = validation_split if validation_data is None else 0.0  # as in Keras, data given comes first
         source, held_out, notes = feeder.training(
-            x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=validation_split
+            x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=split
         )
         if validation_data is not None:
             held_out = validation_data
@@ -291,7 +303,7 @@ class Model(WeightVerbs):
             for note in notes:
                 print(note)
         hooks = Hooks(callbacks, model=self, verbose=verbose, epochs=epochs, steps=source.steps, with_history=True)
-        with self._engine.fitting(source.example()) as run:
+        with quiet(not is_primary()), self._engine.fitting(source.example()) as run:
             try:
                 run_fit(
                     run,
@@ -336,6 +348,7 @@ class Model(WeightVerbs):
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
         check_count("steps", steps)
+        check_hooks(verbose, callbacks)
         feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("evaluate"))
         data = x if y is None and sample_weight is None else (x, y, sample_weight)
         source, _ = feeder.held_out(data, batch_size, what="evaluation")
@@ -425,6 +438,7 @@ class Model(WeightVerbs):
             ValueError: If the data does not fit.
         """
         check_count("steps", steps)
+        check_hooks(verbose, callbacks)
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
@@ -527,12 +541,3 @@ class Model(WeightVerbs):
         rest = [name for name in logs if name != "loss" and name not in metrics]
         ordered = [logs[name] for name in ("loss", *rest, *metrics)]
         return ordered[0] if len(ordered) == 1 else ordered
-
-
-def _check_frequency(frequency: Any) -> None:
-    is_number = isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1
-    if not is_number and not isinstance(frequency, list | set):
-        raise ValueError(
-            "`validation_freq` must be a positive integer or a list of epochs, counted from 1. "
-            f"Received: validation_freq={frequency!r}"
-        )

@@ -26,6 +26,10 @@ WEIGHTS_SUFFIX = ".weights.h5"
 FORMAT = "dew_keras.weights.1"
 
 
+class DamagedFileError(ValueError, OSError):
+    """A file of weights cannot be read; callbacks that keep an older one look for an OSError."""
+
+
 def save_model(
     filepath: Any,
     *,
@@ -139,7 +143,7 @@ def _opened(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        raise ValueError(f"{path} is damaged: {error}. Save the weights again.") from error
+        raise DamagedFileError(f"{path} is damaged: {error}. Save the weights again.") from error
 
 
 def _checked(name: str, leaf: Any, stored: Mapping[str, Any], path: Path, *, skip_mismatch: bool) -> Any:

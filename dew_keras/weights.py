@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dew.data.text import Tokenizer
 from dew.tree import named_leaves, nested
 from dew_keras.engine import Engine
 from dew_keras.saving import load_weights, save_model, save_weights
+from dew_keras.snapshots import WeightSnapshot, host_leaves
 
 
 class WeightVerbs:
@@ -17,13 +22,25 @@ class WeightVerbs:
 
     _engine: Engine
     tokenizer: Tokenizer | None
+    _keeps_on_devices = False
 
-    def get_weights(self) -> list[np.ndarray]:
+    def get_weights(self) -> Sequence[np.ndarray]:
         """Copy every variable to the host, one array per layer and weight, sorted by path."""
         variables = self._engine.variables
         if variables is None:
             variables = self._engine.load(None)
-        return [np.asarray(leaf) for leaf in named_leaves(self._engine.view.unstack(variables)).values()]
+        if self._keeps_on_devices:
+            return WeightSnapshot(variables, self._engine.view)
+        return host_leaves(variables, self._engine.view)
+
+    @contextlib.contextmanager
+    def weights_on_devices(self) -> Iterator[None]:
+        """Let `get_weights` give a `WeightSnapshot`, whose items are copied to the host only when they are read."""
+        self._keeps_on_devices = True
+        try:
+            yield
+        finally:
+            self._keeps_on_devices = False
 
     def set_weights(self, weights: Any) -> None:
         """Assign what `get_weights` returned; takes effect on the next step, also from a hook.
@@ -32,9 +49,19 @@ class WeightVerbs:
             weights: Arrays in the order of `get_weights`.
 
         Raises:
+            TypeError: If it is no sequence of arrays.
             ValueError: If their number or a shape differs.
         """
         engine = self._engine
+        if isinstance(weights, WeightSnapshot) and weights.fits(engine.load(None)):
+            # Copied again: training consumes what is assigned, and the snapshot may be used once more.
+            engine.assign(jax.tree.map(jnp.copy, weights.variables))
+            return
+        if isinstance(weights, str | bytes) or not hasattr(weights, "__len__") or not hasattr(weights, "__iter__"):
+            raise TypeError(
+                f"set_weights needs a list of arrays, as get_weights gives. Received: weights={weights!r} of type "
+                f"{type(weights).__name__}"
+            )
         current = named_leaves(engine.view.unstack(engine.load(None)))
         if len(weights) != len(current):
             raise ValueError(f"set_weights needs {len(current)} arrays. Received: {len(weights)} arrays")
