@@ -5,6 +5,7 @@ Entry points: `check_fit`, `check_hooks`, `flat_callbacks`.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import keras
@@ -66,6 +67,7 @@ def flat_callbacks(callbacks: Any) -> list[Any]:
 
     Raises:
         TypeError: If one is no callback.
+        ImportError: If one needs TensorFlow, and it is not installed.
     """
     if callbacks is None:
         return []
@@ -77,5 +79,10 @@ def flat_callbacks(callbacks: Any) -> list[Any]:
         raise TypeError(
             "callbacks must be keras.callbacks.Callback objects, made as in EarlyStopping(), possibly in lists. "
             f"Received: {callbacks!r} of type {type(callbacks).__name__}"
+        )
+    if isinstance(callbacks, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
+        raise ImportError(
+            "keras.callbacks.TensorBoard writes through TensorFlow, which is not installed. Use "
+            f"dew_keras.TensorBoard(log_dir={callbacks.log_dir!r}), which writes scalars without it."
         )
     return [callbacks]

@@ -122,7 +122,9 @@ def _filling(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: LazyLogs, *args: Any, **kwargs: Any) -> Any:
-        self._fill()
+        for logs in (self, *args):
+            if isinstance(logs, LazyLogs):
+                logs._fill()
         return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)

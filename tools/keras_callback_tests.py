@@ -27,9 +27,20 @@ import pytest
 from tools.keras_shaped_models import substituted
 
 # Test (a part of its node id) to the reason why it cannot hold here.
+NO_LOAD_MODEL = "reads a model back with load_model; a Flax module is code, which a checkpoint does not hold"
 SKIPPED: dict[str, str] = {
-    "test_stop_training_csv": "wants the nan that Keras validates to after it applied an infinite update; "
-    "here such an update changes no weights, and the log says inf",
+    "csv_logger_test.py::CSVLoggerTest::test_stop_training_csv": "wants the nan that Keras validates to after it "
+    "applied an infinite update; here such an update changes no weights, and the log says inf",
+    "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_options": "saves `.keras` files of a model "
+    "that is not a language model",
+    "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_loading": NO_LOAD_MODEL,
+    "OrbaxCheckpointTest::test_checkpoint_loading_via_saving_api": NO_LOAD_MODEL,
+    "OrbaxCheckpointTest::test_comprehensive_model_state_restoration": NO_LOAD_MODEL,
+    "OrbaxCheckpointTest::test_distributed_checkpoint": f"{NO_LOAD_MODEL}, and lays it out with keras.distribution",
+    "OrbaxCheckpointTest::test_checkpoint_with_assets": "files of Keras' preprocessing layers; no Flax module has any",
+    "OrbaxCheckpointTest::test_training_resumption_1": NO_LOAD_MODEL,
+    "OrbaxCheckpointTest::test_training_resumption_2": "compile(steps_per_execution=2): must be 1",
+    "SwapEMAWeightsTest::test_swap_ema_weights": "SwapEMAWeights: not there yet",
 }
 NEEDS_TENSORFLOW = "tensorboard_test"
 
