@@ -12,7 +12,19 @@ require_jax_backend()
 from dew.inference.sampling import Greedy, Temperature, TopK, TopP
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec
+from dew_keras.loading import load_model
 from dew_keras.model import Model
 from dew_keras.tensorboard import TensorBoard
 
-__all__ = ["Greedy", "Layout", "LayoutRefused", "MeshSpec", "Model", "Temperature", "TensorBoard", "TopK", "TopP"]
+__all__ = [
+    "Greedy",
+    "Layout",
+    "LayoutRefused",
+    "MeshSpec",
+    "Model",
+    "Temperature",
+    "TensorBoard",
+    "TopK",
+    "TopP",
+    "load_model",
+]

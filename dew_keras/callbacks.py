@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,21 @@ class RunningLogs:
         self._sums: list[np.ndarray] = []
         self._count = 0
 
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had summed when it was saved.
+
+        Args:
+            sums: What `sums` returned; empty for a pass from its start.
+        """
+        if sums:
+            self._sums, self._structure = jax.tree.flatten(dict(sums))
+
+    def sums(self) -> dict[str, Any]:
+        """Return the host sums over all steps, in the statistics' structure, waiting for the device."""
+        while self._pending:
+            self._fold()
+        return jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
+
     def add(self, statistics: Mapping[str, Any]) -> None:
         """Take what a started step reports, and read what is surely done.
 
@@ -48,11 +64,28 @@ class RunningLogs:
             statistics: Sums by name, on the device.
         """
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
-        leaves, self._structure = jax.tree.flatten(dict(statistics))
+        structure: Any
+        leaves, structure = jax.tree.flatten(dict(statistics))
+        if self._sums and structure != self._structure:
+            self._rename(statistics)
+        self._structure = structure
         self._pending.append(leaves)
         self._count += 1
         while len(self._pending) > MAX_PENDING:
             self._fold()
+
+    def _rename(self, statistics: Mapping[str, Any]) -> None:
+        """Bring sums under the keys of this model: Keras numbers the names of metric objects anew in every model."""
+        begun = jax.tree.unflatten(self._structure, self._sums)
+        names = {name: name if name in begun else _same_but_number(name, begun) for name in statistics}
+        renamed = {name: begun.get(old) for name, old in names.items()}
+        structure: Any = jax.tree.structure(dict(statistics))
+        if jax.tree.structure(renamed) != structure or len(begun) != len(statistics):
+            raise ValueError(
+                f"The epoch was begun with the logs {sorted(begun)}; this model reports {sorted(statistics)}. Compile "
+                "it with the same loss and metrics."
+            )
+        self._sums = jax.tree.leaves(renamed)
 
     def newest(self) -> dict[str, float]:
         """Return the means over the steps read so far, waiting only when there is none."""
@@ -287,6 +320,12 @@ def language_metric(name: str) -> Any:
     metric = keras.metrics.Mean(name)
     metric._direction = "down" if name == "perplexity" else "up"
     return metric
+
+
+def _same_but_number(name: str, names: Mapping[str, Any]) -> str | None:
+    base = re.sub(r"_\d+$", "", name)
+    found = [other for other in names if re.sub(r"_\d+$", "", other) == base]
+    return found[0] if len(found) == 1 else None
 
 
 def _listens(callback: Any, name: str) -> bool:

@@ -7,6 +7,7 @@ starts, so that a model that only generates or evaluates holds its weights once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,10 +31,13 @@ from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.inputs import RowSharing
 from dew_keras.interrupts import InterruptGate
+from dew_keras.layer_arrays import layer_shapes, place_like
 from dew_keras.loop import FitRun
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
+from dew_keras.progress import Cursor, Progress
+from dew_keras.run_state import SavedRun
 
 
 class Engine:
@@ -60,6 +64,8 @@ class Engine:
         self._variables: Any = None
         self.state: TrainState | None = None
         self._run: FitRun | None = None
+        self.pending: SavedRun | None = None  # read from a file; the next fit goes on with it
+        self._offered: Cursor | None = None
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._is_closed = False
@@ -158,6 +164,7 @@ class Engine:
             self._variables, self.state = self.state.variables, None
         if moves:
             self._move(places)
+        self._adopt_pending()
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -248,11 +255,14 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        init = self._initialiser(example)
-        abstract = self.abstract_variables(example)
+        given = None if self._given_variables is None else plain(self._given_variables)
+        if given is not None and example is None and not self.is_language_model:
+            abstract = _shapes(given)  # data will show the module's own
+        else:
+            init = self._initialiser(example)
+            abstract = self.abstract_variables(example)
         shardings = self.placements(abstract)
-        if self._given_variables is not None:
-            given = plain(self._given_variables)
+        if given is not None:
             _check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
@@ -269,7 +279,7 @@ class Engine:
             raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
-        self._variables = self.state = None
+        self._variables = self.state = self.pending = None
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -282,15 +292,76 @@ class Engine:
         Args:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
-        placed = jax.tree.map(
-            lambda new, old: jax.device_put(jnp.asarray(new, old.dtype), old.sharding), variables, self.variables
-        )
+        placed = jax.tree.map(place_like, variables, self.variables)
+        if self.pending is not None:
+            self.pending = dataclasses.replace(self.pending, exact_variables={})
         if self._run is not None:
             self._run.loop.state = self._run.loop.state.replace(variables=placed)
         elif self.state is not None:
             self.state = self.state.replace(variables=placed)
         else:
             self._variables = placed
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where the running fit is in its data, or None."""
+        return None if self._run is None else self._run.progress
+
+    @property
+    def makes_weights(self) -> bool:
+        """Whether there are weights, or `load` can make them without data."""
+        return self.is_built or self.is_language_model or self.is_pretrained or self._given_variables is not None
+
+    @property
+    def given_module(self) -> Any:
+        """The module as the user gave it, before `compile` configured it."""
+        return self._given_module
+
+    def give(self, variables: Any) -> None:
+        """Keep weights for a module whose shapes follow from data, until data shows them.
+
+        Args:
+            variables: Host arrays in the module's structure.
+        """
+        self._given_variables = variables
+
+    def restore(self, saved: SavedRun | None, skipped: frozenset[str] = frozenset()) -> None:
+        """Go on with a run that was read from a file, now while a fit runs, else when the next one starts.
+
+        Args:
+            saved: The run, whose weights were assigned already; None forgets one that was read before.
+            skipped: Variables that were left out.
+        """
+        self.pending = self._offered = None
+        if saved is None:
+            return
+        if self._run is None:
+            self.pending, self._offered = dataclasses.replace(saved, skipped=skipped), saved.cursor
+            self._adopt_pending()
+            return
+        state = self._continued(self._run.loop.state, dataclasses.replace(saved, skipped=skipped))
+        if state is not None:
+            self._run.loop.state = state
+            self._run.progress.take(saved.cursor)
+            self._run.optimizer.take_rate(saved.learning_rate)
+            self.seed = saved.seed
+
+    def _adopt_pending(self) -> None:
+        """Show the rate of a run that was read, or drop it when it is another optimizer's."""
+        if self.pending is None or self.compiled is None:
+            return
+        variables = self._given_variables if self.variables is None else self.variables
+        slots = jax.eval_shape(self.compiled.optimizer.build(self.view).init, _shapes(variables["params"]))
+        if self.pending.matches(layer_shapes(slots, self.view)):
+            self.compiled.optimizer.take_rate(self.pending.learning_rate)
+            self.seed = self.pending.seed
+        else:
+            self.pending = self._offered = None
+
+    def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
+        trainer = self.trainer(None)
+        empty = self._with_window(state.replace(accumulator=None), trainer)
+        return saved.onto(empty, self.view, trainer.accumulation)
 
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
@@ -392,7 +463,10 @@ class Engine:
                 with gate.hold():
                     # The loop will consume the variables: from here the state owns them.
                     self.state, self._variables = trainer.place(self.load(example)), None
-            loop = trainer.loop(self._with_window(self.state, trainer), nonfinite_limit=None)
+            state = self._with_window(self.state, trainer)
+            if self.pending is not None:
+                state = self._continued(state, self.pending) or state
+            loop = trainer.loop(state, nonfinite_limit=None)
             compiled.optimizer.claim()
             run = FitRun(
                 loop=loop,
@@ -402,9 +476,10 @@ class Engine:
                 score=trainer.score,
                 accumulation=compiled.accumulation,
                 finish=self._take_average,
+                progress=Progress(self._offered),
             )
             try:
-                self._run, self.state = run, None
+                self._run, self.state, self.pending, self._offered = run, None, None, None
                 yield run
                 loop.drain()
             finally:
@@ -457,7 +532,7 @@ class Engine:
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:

@@ -7,8 +7,11 @@ epoch; rows that only fill a batch up carry no weight.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -81,6 +84,7 @@ class Source(Protocol):
     """Batches, pass after pass.
 
     Attributes:
+        order: What decides which rows each batch holds, as far as this program knows.
         repeats_rows: Whether short batches are filled by repeating all rows equally often, for modules that keep
             batch statistics, instead of by copies of one row.
     """
@@ -88,19 +92,39 @@ class Source(Protocol):
     repeats_rows: bool
 
     @property
+    def order(self) -> Mapping[str, int | None]: ...
+
+    @property
     def steps(self) -> int | None:
         """Batches of a pass, or None when nobody knows."""
+        ...
+
+    def pass_over(self, epochs: int) -> None:
+        """Leave out what an uninterrupted run would have read before the first pass.
+
+        Args:
+            epochs: Passes it would have made.
+        """
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where `order` has one.
+
+        Args:
+            seed: The seed.
+        """
         ...
 
     def example(self) -> dict[str, Any]:
         """Return a batch for its shapes; it is not lost to the passes."""
         ...
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass.
 
         Args:
             epoch: Number of the pass, which decides its order.
+            start: Batches at its beginning to leave out.
         """
         ...
 
@@ -191,34 +215,60 @@ class ArraySource:
         """Return the first row."""
         return jax.tree.map(lambda leaf: leaf[:1], self.arrays)
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    @property
+    def order(self) -> dict[str, int | None]:
+        """The rows, how they are cut and the seed they are shuffled by."""
+        return {"rows": self.rows, "batch_size": min(self.batch_size, self.rows), "seed": self._seed}
+
+    def pass_over(self, epochs: int) -> None:
+        """Do nothing: the number of a pass decides its order.
+
+        Args:
+            epochs: Not read.
+        """
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed.
+
+        Args:
+            seed: The seed.
+        """
+        self._seed = seed
+
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass.
 
         Args:
             epoch: Number of the pass, which decides its order.
+            start: Batches at its beginning to leave out.
         """
         order = None if self._seed is None else shuffled_order(self.rows, seed=self._seed, epoch=epoch)
-        for start in range(0, self.rows, self.batch_size):
-            stop = min(start + self.batch_size, self.rows)
-            index: Any = slice(start, stop) if order is None else order[start:stop]
+        for first in range(start * self.batch_size, self.rows, self.batch_size):
+            stop = min(first + self.batch_size, self.rows)
+            index: Any = slice(first, stop) if order is None else order[first:stop]
             data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
             if self._mask and self.repeats_rows:
-                data = repeat_rows(data, stop - start, self._sharing)
+                data = repeat_rows(data, stop - first, self._sharing)
             else:
-                data = fill_rows(data, stop - start, self._size, always_mask=self._mask)
-            yield Batch(self._sharing.share(data), stop - start)
+                data = fill_rows(data, stop - first, self._size, always_mask=self._mask)
+            yield Batch(self._sharing.share(data), stop - first)
 
 
 class IterableSource:
     """Batches that come from an object, one pass after another.
 
     Args:
-        iterate: Starts a pass; None when the pass cannot be started.
+        iterate: Starts a pass; items with a method `skip(count)` leave that many out without making them.
         convert: Turns one item into arrays by name.
         sharing: How rows meet the mesh; every process sees the global batches.
         steps: Batches of a pass when known.
         when_spent: What to say when a pass gives nothing.
+        repeat_hooks: Makes the object do what it does between passes: a function of whether a pass was begun, and of
+            how many passes to repeat it for. None where passes leave nothing behind.
+        is_begun: Whether somebody took batches of the only pass already.
     """
+
+    order: Mapping[str, int | None] = {}
 
     def __init__(
         self,
@@ -228,44 +278,95 @@ class IterableSource:
         sharing: RowSharing,
         steps: int | None,
         when_spent: str,
+        repeat_hooks: Callable[[bool, int], None] | None = None,
+        is_begun: bool = False,
     ) -> None:
         self._iterate, self._convert, self._sharing = iterate, convert, sharing
         self.steps = steps
-        self._when_spent = when_spent
+        self._when_spent, self._repeat_hooks = when_spent, repeat_hooks
+        self.can_skip = not is_begun
         self._largest = 0
         self.repeats_rows = False
-        self._begun: tuple[Batch, Iterator[Batch]] | None = None
+        self._begun: tuple[Batch, Any, Iterator[Batch]] | None = None
 
     def example(self) -> dict[str, Any]:
         """Return the first batch of the next pass."""
         if self._begun is None:
-            stream = self._pass(0)
-            self._begun = next(stream), stream
+            items = iter(self._iterate(0))
+            stream = self._batches(items, 0)
+            self._begun = next(stream), items, stream
         return self._begun[0].data
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    def pass_over(self, epochs: int) -> None:
+        """Leave out what an uninterrupted run would have read before the first pass.
+
+        Args:
+            epochs: Passes it would have made; only their hooks are called.
+        """
+        if epochs and self._repeat_hooks is not None:
+            self._repeat_hooks(self._begun is not None, epochs)
+            self._begun = None
+
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass, or go on with the one that `example` began.
 
         Args:
             epoch: Number of the pass.
+            start: Batches at its beginning to leave out.
 
         Raises:
             ValueError: If the pass gives no batch.
         """
+        start = self.skippable(start)
         begun, self._begun = self._begun, None
         if begun is None:
-            yield from self._pass(epoch)
+            items = iter(self._iterate(epoch))
+            yield from self._batches(items, start)
+            return
+        first, items, stream = begun
+        if not start:
+            yield first
+        elif hasattr(items, "skip"):
+            items.skip(start - 1)
         else:
-            yield begun[0]
-            yield from begun[1]
+            stream = itertools.islice(stream, start - 1, None)
+        yield from stream
 
-    def _pass(self, epoch: int) -> Iterator[Batch]:
-        found = False
-        for item in self._iterate(epoch):
+    def reseed(self, seed: int) -> None:
+        """Do nothing: the object orders itself.
+
+        Args:
+            seed: Not read.
+        """
+
+    def skippable(self, batches: int) -> int:
+        """Return how many batches to leave out, and warn where their place was lost.
+
+        Args:
+            batches: How many an uninterrupted run would have read.
+        """
+        if not batches or self.can_skip:
+            return batches
+        warnings.warn(
+            "The generator was begun before this fit and cannot go back to where the run was saved: training goes on "
+            "with its next batch. Make the generator anew to resume exactly.",
+            stacklevel=2,
+        )
+        return 0
+
+    def _batches(self, items: Any, start: int) -> Iterator[Batch]:
+        found = start > 0
+        if start and hasattr(items, "skip"):
+            items.skip(start)
+            start = 0
+        for item in items:
             found = True
             data = self._convert(item)
             rows = count_rows(data)
             self._largest = max(self._largest, self._sharing.round_up(rows))
+            if start:
+                start -= 1
+                continue
             if rows < self._largest and self.repeats_rows:
                 data = repeat_rows(data, rows, self._sharing)
             else:
@@ -278,6 +379,9 @@ class IterableSource:
 class SlicedSource:
     """A fixed number of batches per epoch, which go on where the last epoch stopped.
 
+    Arrays begin where the first epoch's number puts it, as their order follows from numbers; other sources begin with
+    their first batch.
+
     Args:
         source: Where batches come from; a spent pass is followed by the next.
         steps: Batches per epoch.
@@ -288,26 +392,63 @@ class SlicedSource:
         self.steps = int(steps)
         self.repeats_rows = source.repeats_rows
         self._source = source
-        self._stream = self._endless()
+        self._passed = 0
+        self._stream: Iterator[Batch] | None = None
 
-    def _endless(self) -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            yield from self._source.open(epoch)
-            epoch += 1
+    @property
+    def order(self) -> dict[str, int | None]:
+        """What orders the source, and how it is cut."""
+        return {**self._source.order, "steps_per_epoch": self.steps}
 
     def example(self) -> dict[str, Any]:
         """Return a batch for its shapes."""
         return self._source.example()
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    def pass_over(self, epochs: int) -> None:
+        """Leave out what an uninterrupted run would have read before the first epoch.
+
+        Args:
+            epochs: Epochs it would have made.
+        """
+        self._passed = epochs * self.steps
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where `order` has one.
+
+        Args:
+            seed: The seed.
+        """
+        self._source.reseed(seed)
+
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Go on for one epoch.
 
         Args:
-            epoch: Not read: the order is that of the passes.
+            epoch: Number of the epoch; read where arrays begin.
+            start: Batches at its beginning to leave out; the first epoch only.
         """
-        for _ in range(self.steps):
+        if self._stream is None:
+            first = epoch * self.steps if isinstance(self._source, ArraySource) else self._passed
+            self._stream = self._endless(first + start)
+        for _ in range(self.steps - start):
             yield next(self._stream)
+
+    def _endless(self, skipped: int) -> Iterator[Batch]:
+        source, epoch = self._source, 0
+        if isinstance(source, IterableSource):
+            skipped = source.skippable(skipped)
+        if source.steps is not None:
+            epoch, skipped = divmod(skipped, source.steps)
+            source.pass_over(epoch)
+        while True:
+            for batch in source.open(epoch, skipped if source.steps is not None else 0):
+                if source.steps is None and skipped:
+                    skipped -= 1
+                    continue
+                yield batch
+            if source.steps is not None:
+                skipped = 0
+            epoch += 1
 
 
 def keras_source(
@@ -354,11 +495,14 @@ def keras_source(
     if isinstance(x, keras.utils.PyDataset):
         return dataset_source(x, convert, sharing)
     if isinstance(x, types.GeneratorType):
+        is_begun = inspect.getgeneratorstate(x) != inspect.GEN_CREATED
         spent = (
             "The generator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless "
             "generator, or a PyDataset."
         )
-        return IterableSource(lambda epoch: x, convert, sharing=sharing, steps=None, when_spent=spent)
+        return IterableSource(
+            lambda epoch: x, convert, sharing=sharing, steps=None, when_spent=spent, is_begun=is_begun
+        )
     steps = len(x) if hasattr(x, "__len__") else None
     spent = f"A pass over the {kind} gave no batch."
     return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
@@ -373,17 +517,50 @@ def dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], shari
         sharing: How rows meet the mesh.
     """
 
-    def iterate(epoch: int) -> Iterator[Any]:
-        dataset.on_epoch_begin()
-        count = dataset.num_batches
-        number = 0
-        while count is None or number < count:
-            yield dataset[number]
-            number += 1
-        dataset.on_epoch_end()
+    def repeat_hooks(is_begun: bool, passes: int) -> None:
+        if is_begun:
+            dataset.on_epoch_end()
+        for _ in range(passes - is_begun):
+            dataset.on_epoch_begin()
+            dataset.on_epoch_end()
 
-    spent = f"The {type(dataset).__name__} has no batch."
-    return IterableSource(iterate, convert, sharing=sharing, steps=dataset.num_batches, when_spent=spent)
+    return IterableSource(
+        lambda epoch: _DatasetItems(dataset),
+        convert,
+        sharing=sharing,
+        steps=dataset.num_batches,
+        when_spent=f"The {type(dataset).__name__} has no batch.",
+        repeat_hooks=repeat_hooks,
+    )
+
+
+class _DatasetItems:
+    """One pass over a `keras.utils.PyDataset`, which can go to any batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._number, self._is_begun = dataset, 0, False
+
+    def skip(self, count: int) -> None:
+        """Leave out the next batches.
+
+        Args:
+            count: How many.
+        """
+        self._number += count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            self._dataset.on_epoch_begin()
+            self._count = self._dataset.num_batches
+        if self._count is not None and self._number >= self._count:
+            self._dataset.on_epoch_end()
+            raise StopIteration
+        self._number += 1
+        return self._dataset[self._number - 1]
 
 
 def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:

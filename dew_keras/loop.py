@@ -22,6 +22,7 @@ from dew_keras.callbacks import MAX_PENDING, Hooks, RunningLogs
 from dew_keras.inputs import Batch, Source
 from dew_keras.interrupts import InterruptGate
 from dew_keras.optimizers import CompiledOptimizer
+from dew_keras.progress import Progress
 
 _NOT_FINITE = (
     "The loss of epoch {epoch} is {loss}. Steps whose loss or gradient is not finite change no weights, and training "
@@ -66,6 +67,7 @@ class FitRun:
         score: Starts scoring a batch with given variables.
         accumulation: Batches per update.
         finish: Called once when the last epoch has ended, before the hooks of the end.
+        progress: Where the fit is in its data.
     """
 
     loop: Loop
@@ -75,6 +77,7 @@ class FitRun:
     score: Callable[[Any, Any], Any]
     accumulation: int
     finish: Callable[[], None]
+    progress: Progress
 
 
 def run_fit(
@@ -99,11 +102,12 @@ def run_fit(
         validation: When and on what to validate.
     """
     model.stop_training = False
+    model.count_batches(int(run.loop.state.step) // run.accumulation)
     hooks.begin("train")
     logs: dict[str, float] = {}
     warned = False
     # BackupAndRestore writes the epoch to go on with when training begins.
-    first = model._initial_epoch or initial_epoch
+    first = run.progress.begin(source, model._initial_epoch or initial_epoch, initial_epoch)
     for epoch in range(first, epochs):
         hooks.epoch_begin(epoch)
         logs = _train_epoch(run, model, source, hooks, epoch)
@@ -120,6 +124,7 @@ def run_fit(
                 steps=validation.steps,
             )
             logs.update({f"val_{name}": value for name, value in found.items()})
+        run.progress.finish_epoch()
         hooks.epoch_end(epoch, logs)
         if model.stop_training:
             break
@@ -128,10 +133,12 @@ def run_fit(
 
 
 def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: int) -> dict[str, float]:
-    running = RunningLogs(run.report)
-    for number, batch in enumerate(source.open(epoch)):
+    running = run.progress.logs(RunningLogs(run.report))
+    start = run.progress.batch
+    for number, batch in enumerate(source.open(epoch, start), start):
         hooks.batch_begin("train", number)
         _step(run, model, batch, running)
+        run.progress.batch = number + 1
         hooks.batch_end("train", number, running)
         if model.stop_training:
             break

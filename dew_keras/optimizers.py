@@ -51,6 +51,7 @@ class OptaxHandle:
     def __init__(self, transformation: optax.GradientTransformation) -> None:
         self.transformation = transformation
         self.iterations = 0
+        self.built = True  # callbacks ask before they load weights
         self.assigned_rate: float | None = None
         self.current_state: Callable[[], Any] = lambda: None
 
@@ -115,6 +116,19 @@ class CompiledOptimizer:
             return None
         self._seen_rate = array
         return float(array)
+
+    def take_rate(self, rate: float | None) -> None:
+        """Show a rate that the training state has already, without passing it on as an assignment.
+
+        Args:
+            rate: The rate; None leaves the shown one.
+        """
+        if rate is None or isinstance(self.public, OptaxHandle):
+            return
+        source = _rate_source(self.public)
+        if not callable(source):  # neither a schedule nor a function
+            self.public.learning_rate = rate
+            self.changed_rate()
 
     def claim(self) -> None:
         """Mark the Keras object as built: its moments live in the training state, and callbacks need not make any."""

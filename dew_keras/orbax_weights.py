@@ -1,6 +1,6 @@
 """What `keras.callbacks.OrbaxCheckpoint` saves of a model, sharded as it lies on the mesh, and reading it back.
 
-Entry points: `state_tree`, `load_orbax_weights`.
+Entry points: `OrbaxVerbs`, which the weight verbs inherit, and `load_orbax_weights`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+
+# Not public; see `_obj_type`.
+from keras.src.saving.keras_saveable import KerasSaveable
 from orbax.checkpoint import v1 as ocp
 
 from dew.placement.stacks import StackView
 from dew.tree import named_leaves, nested
+from dew_keras.engine import Engine
 
 COLLECTIONS = ("trainable_variables", "non_trainable_variables")
 
@@ -34,6 +39,56 @@ def state_tree(variables: Any, opt_state: Any, view: StackView) -> dict[str, Any
         "non_trainable_variables": {name: tree for name, tree in logical.items() if name != "params"},
         "optimizer_variables": {} if opt_state is None else nested(named_leaves(opt_state)),
     }
+
+
+class OrbaxVerbs(KerasSaveable):
+    """What `OrbaxCheckpoint` asks of a model."""
+
+    _engine: Engine
+
+    def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
+        """Name the weights and the optimizer's arrays as they lie on the devices.
+
+        Args:
+            value_format: "backend_tensor", or "numpy_array" for copies on the host.
+
+        Raises:
+            ValueError: If the format is neither.
+        """
+        if value_format not in ("backend_tensor", "numpy_array"):
+            raise ValueError(
+                f"value_format must be 'backend_tensor' or 'numpy_array'. Received: value_format={value_format!r}"
+            )
+        engine = self._engine
+        opt_state = None if engine.current is None else engine.current.opt_state
+        tree = state_tree(engine.load(None), opt_state, engine.view)
+        return tree if value_format == "backend_tensor" else jax.tree.map(np.asarray, tree)
+
+    # OrbaxCheckpoint looks for files that belong to a model, among what Keras can save. Pickling stays Python's.
+    __reduce__ = object.__reduce__
+
+    def _obj_type(self) -> str:
+        return "Layer"
+
+    def get_config(self) -> dict[str, Any]:
+        """Describe the model in words, which are written beside the weights; `save` as a `.keras` file says more."""
+        return {"module": repr(self._engine.module)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Refuse to build a model from words.
+
+        Args:
+            config: What `get_config` gave.
+            custom_objects: As in Keras.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "A checkpoint of OrbaxCheckpoint describes its module in words only. Build dew_keras.Model(module), "
+            f"compile it, and read the weights with load_weights(folder). Received: config={config!r}"
+        )
 
 
 def load_orbax_weights(directory: Path, variables: Any, view: StackView) -> Any:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dew.placement.stacks import StackView
-from dew.tree import named_leaves
+from dew.tree import named_leaves, nested
+from dew_keras.layer_arrays import host_layers, layer_shapes
 
 
 class WeightSnapshot(Sequence):
@@ -28,7 +29,7 @@ class WeightSnapshot(Sequence):
         self._variables = jax.tree.map(jnp.copy, variables)
         self._view = view
         self._host: list[np.ndarray] | None = None
-        self._length = len(named_leaves(jax.eval_shape(view.unstack, variables)))
+        self._length = len(layer_shapes(variables, view))
 
     @property
     def variables(self) -> Any:
@@ -65,4 +66,4 @@ def host_leaves(variables: Any, view: StackView) -> list[np.ndarray]:
         variables: Arrays on devices.
         view: How the module stores layers.
     """
-    return [np.asarray(leaf) for leaf in named_leaves(view.unstack(variables)).values()]
+    return list(named_leaves(nested(dict(host_layers(variables, view)))).values())
