@@ -28,7 +28,7 @@ if jax.process_index() == 0:
 x, y, _ = rows(16, width=32, classes=32)
 model = dew_keras.Model(Linear(32))
 layout = dew_keras.Layout(min_shard=512, tolerance=0)
-model.compile(keras.optimizers.SGD(4.0), "mse", metrics=["mae"], mesh={"fsdp": 4}, layout=layout)
+model.compile(keras.optimizers.SGD(60.0), "mse", metrics=["mae"], mesh={"fsdp": 4}, layout=layout)
 model.build(x)
 stopping = keras.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True, verbose=1)
 callbacks = [
@@ -111,7 +111,8 @@ def test_only_the_first_process_writes(pool):
 
 def test_only_the_first_process_prints(pool):
     (_, first), (_, second) = pool
-    assert second == ""
+    # The transport of collective operations says hello by itself.
+    assert [line for line in second.splitlines() if not line.startswith("[Gloo]")] == []
     for words in (
         "Epoch 1/8",
         "early stopping",
