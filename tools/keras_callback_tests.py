@@ -27,18 +27,17 @@ import pytest
 from tools.keras_shaped_models import substituted
 
 # Test (a part of its node id) to the reason why it cannot hold here.
-NO_LOAD_MODEL = "reads a model back with load_model; a Flax module is code, which a checkpoint does not hold"
+IN_WORDS = "load_model of an Orbax folder; what OrbaxCheckpoint writes describes a Flax module in words only"
 SKIPPED: dict[str, str] = {
-    "csv_logger_test.py::CSVLoggerTest::test_stop_training_csv": "wants the nan that Keras validates to after it "
-    "applied an infinite update; here such an update changes no weights, and the log says inf",
-    "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_options": "saves `.keras` files of a model "
-    "that is not a language model",
-    "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_loading": NO_LOAD_MODEL,
-    "OrbaxCheckpointTest::test_checkpoint_loading_via_saving_api": NO_LOAD_MODEL,
-    "OrbaxCheckpointTest::test_comprehensive_model_state_restoration": NO_LOAD_MODEL,
-    "OrbaxCheckpointTest::test_distributed_checkpoint": f"{NO_LOAD_MODEL}, and lays it out with keras.distribution",
+    "BackupAndRestoreCallbackTest::test_best_case_step": "counts the batches of the interrupted epoch twice, which Keras "
+    "starts again; here the fit goes on behind the batch that was saved",
+    "CSVLoggerTest::test_stop_training_csv": "wants the nan that Keras validates to after it applied an infinite "
+    "update; here such an update changes no weights, and the log says inf",
+    "OrbaxCheckpointTest::test_checkpoint_loading_via_saving_api": IN_WORDS,
+    "OrbaxCheckpointTest::test_comprehensive_model_state_restoration": IN_WORDS,
+    "OrbaxCheckpointTest::test_distributed_checkpoint": f"{IN_WORDS}; layouts of keras.distribution",
     "OrbaxCheckpointTest::test_checkpoint_with_assets": "files of Keras' preprocessing layers; no Flax module has any",
-    "OrbaxCheckpointTest::test_training_resumption_1": NO_LOAD_MODEL,
+    "OrbaxCheckpointTest::test_training_resumption_1": IN_WORDS,
     "OrbaxCheckpointTest::test_training_resumption_2": "compile(steps_per_execution=2): must be 1",
     "SwapEMAWeightsTest::test_swap_ema_weights": "SwapEMAWeights: not there yet",
 }
@@ -63,7 +62,7 @@ class Report:
         """Skip the listed tests."""
         for item in items:
             for part, reason in SKIPPED.items():
-                if part in item.nodeid:
+                if part in item.nodeid and "invalid_optimizer" not in item.nodeid:
                     item.add_marker(pytest.mark.skip(reason=reason))
 
     def pytest_runtest_logreport(self, report: Any) -> None:

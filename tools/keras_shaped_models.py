@@ -154,6 +154,15 @@ class Dense(Layer):
         super().__init__(**rest)
         self.units, self.activation, self.use_bias = units, keras.activations.get(activation), use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer or "glorot_uniform")
+        names = (activation or "linear", kernel_initializer or "glorot_uniform")
+        self._words = names if all(isinstance(name, str) for name in names) else None
+
+    @property
+    def spec(self) -> tuple[str, int, str, bool, str] | None:
+        """The layer in plain values, or None when it was given objects."""
+        if self._words is None:
+            return None
+        return self.name, self.units, self._words[0], self.use_bias, self._words[1]
 
     def run(self, module: nn.Module, x: Any) -> Any:
         """Compute the outputs inside a running module."""
@@ -162,6 +171,31 @@ class Dense(Layer):
             kernel_init = lambda key, shape, dtype: jnp.asarray(self.kernel_initializer(shape, dtype))  # noqa: E731
         dense = nn.Dense(self.units, use_bias=self.use_bias, kernel_init=kernel_init, name=self.name)
         return self.activation(dense(x))
+
+
+class DenseStack(nn.Module):
+    """Dense layers one behind the other, described by plain values, so that a `.keras` file can hold it."""
+
+    specs: tuple[tuple[str, int, str, bool, str], ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Apply them."""
+        for name, units, activation, use_bias, initializer in self.specs:
+            layer = Dense(units, activation, use_bias, initializer)
+            layer.name = name
+            x = layer.run(self, x)
+        return x
+
+
+def module_of(layers: tuple[Any, ...]) -> nn.Module:
+    """Build the module of some layers.
+
+    Args:
+        layers: The layers in order; a model with a `call` of its own stands for itself.
+    """
+    specs = tuple(layer.spec for layer in layers if isinstance(layer, Dense) and layer.spec is not None)
+    return DenseStack(specs) if layers and len(specs) == len(layers) else Chain(layers)
 
 
 class Chain(nn.Module):
@@ -180,9 +214,12 @@ class Chain(nn.Module):
 class Model(dew_keras.Model, Variables):
     """`keras.Model`: of symbols, or a subclass with `call`."""
 
-    def __init__(self, inputs: Any = None, outputs: Any = None, name: str | None = None) -> None:
+    def __init__(self, inputs: Any = None, outputs: Any = None, name: str | None = None, **loaded: Any) -> None:
         self.handles: list[Handle] = []
-        if inputs is None:
+        if isinstance(inputs, nn.Module):  # as load_model builds it
+            self._layers, self._input_shape = (), None
+            super().__init__(inputs, outputs, name=name, **loaded)
+        elif inputs is None:
             self._start((self,), None, name)
         else:
             self._start(outputs.chain, inputs.shape, name)
@@ -197,7 +234,7 @@ class Model(dew_keras.Model, Variables):
                 taken[base] += 1
                 layer.name = base if number == 0 else f"{base}_{number}"
             layer.model = self
-        super().__init__(Chain(layers), name=name or type(self).__name__.lower())
+        super().__init__(module_of(layers), name=name or type(self).__name__.lower())
 
     @property
     def layers(self) -> list[Any]:
@@ -218,8 +255,11 @@ class Model(dew_keras.Model, Variables):
 class Sequential(Model):
     """`keras.Sequential`."""
 
-    def __init__(self, layers: Any = (), name: str | None = None) -> None:
+    def __init__(self, layers: Any = (), tokenizer: Any = None, name: str | None = None, **loaded: Any) -> None:
         self.handles: list[Handle] = []
+        if isinstance(layers, nn.Module):
+            super().__init__(layers, tokenizer, name, **loaded)
+            return
         shape = next((item.shape for item in layers if isinstance(item, Symbol)), None)
         made = tuple(item for item in layers if not isinstance(item, Symbol))
         if shape is None and made:
@@ -228,7 +268,7 @@ class Sequential(Model):
 
     def add(self, layer: Any) -> None:
         """Append a layer, before the model is compiled."""
-        self.__init__((*self._layers, layer), self.name)  # type: ignore[misc]
+        self.__init__((*self._layers, layer), name=self.name)  # type: ignore[misc]
 
 
 def make_input(shape: Any, batch_size: int | None = None, name: str | None = None, dtype: Any = None) -> Symbol:
@@ -237,9 +277,14 @@ def make_input(shape: Any, batch_size: int | None = None, name: str | None = Non
     return Symbol(shape)
 
 
+def load_model(path: Any) -> Any:
+    """Read a `.keras` file of a model of Dense layers."""
+    return dew_keras.load_model(path, {"Model": Model, "Sequential": Sequential, "DenseStack": DenseStack})
+
+
 layers = types.SimpleNamespace(Dense=Dense, Input=make_input, Layer=Layer)
 models = types.SimpleNamespace(Model=Model, Sequential=Sequential)
-saving = types.SimpleNamespace(load_model=getattr(dew_keras, "load_model", None))
+saving = types.SimpleNamespace(load_model=load_model)
 
 
 @contextlib.contextmanager
