@@ -11,7 +11,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import keras
@@ -28,6 +28,34 @@ REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
 
 
+class Logs(Protocol):
+    """The numbers of one pass."""
+
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, stacked where they ran as one program."""
+        ...
+
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had when it was saved; empty for a pass from its start."""
+        ...
+
+    def sums(self) -> dict[str, Any]:
+        """Return what `start_with` takes, waiting for the device."""
+        ...
+
+    def newest(self) -> dict[str, float]:
+        """Return the numbers so far, without waiting for new steps where that is possible."""
+        ...
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers over all steps, waiting for the device."""
+        ...
+
+    def so_far(self) -> Callable[[], dict[str, float]]:
+        """Return what computes the numbers over the steps until now, whenever it is called."""
+        ...
+
+
 class RunningLogs:
     """Sums of one pass, read from the device a few steps late.
 
@@ -37,7 +65,7 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[list[jax.Array]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
         self._count = 0
@@ -57,11 +85,12 @@ class RunningLogs:
             self._fold()
         return jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
 
-    def add(self, statistics: Mapping[str, Any]) -> None:
-        """Take what a started step reports, and read what is surely done.
+    def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Take what started steps report, and read what is surely done.
 
         Args:
             statistics: Sums by name, on the device.
+            steps: Steps that ran as one program; their sums are stacked.
         """
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
         structure: Any
@@ -69,7 +98,7 @@ class RunningLogs:
         if self._sums and structure != self._structure:
             self._rename(statistics)
         self._structure = structure
-        self._pending.append(leaves)
+        self._pending.append((steps, leaves))
         self._count += 1
         while len(self._pending) > MAX_PENDING:
             self._fold()
@@ -107,22 +136,25 @@ class RunningLogs:
             if self._count == count:
                 return self.values()
             found = sums
-            for leaves in pending:
-                found = _added(found, leaves)
+            for steps, leaves in pending:
+                found = _added(found, leaves, steps)
             return self._reported(found)
 
         return values
 
     def _fold(self) -> None:
-        self._sums = _added(self._sums, self._pending.popleft())
+        steps, leaves = self._pending.popleft()
+        self._sums = _added(self._sums, leaves, steps)
 
     def _reported(self, sums: list[np.ndarray]) -> dict[str, float]:
         return self._report(jax.tree.unflatten(self._structure, sums)) if sums else {}
 
 
-def _added(sums: list[np.ndarray], leaves: list[jax.Array]) -> list[np.ndarray]:
+def _added(sums: list[np.ndarray], leaves: list[jax.Array], steps: int) -> list[np.ndarray]:
     # Double precision: a float32 sum over an epoch would drift from the exact mean.
     host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
+    if steps > 1:
+        host = [leaf.sum(axis=0) for leaf in host]
     return [a + b for a, b in zip(sums, host, strict=True)] if sums else host
 
 
@@ -279,7 +311,7 @@ class Hooks:
         for callback in self.callbacks:
             getattr(callback, f"on_{phase}_batch_begin")(batch, logs={})
 
-    def batch_end(self, phase: str, batch: int, logs: RunningLogs | dict[str, Any]) -> None:
+    def batch_end(self, phase: str, batch: int, logs: Logs | dict[str, Any]) -> None:
         """Call `on_<phase>_batch_end`, and redraw the bar when it is time.
 
         Args:
@@ -289,7 +321,7 @@ class Hooks:
         """
         listeners = self._batch_end[phase]
         if listeners:
-            seen = LazyLogs(logs.so_far()) if isinstance(logs, RunningLogs) else logs
+            seen = logs if isinstance(logs, dict) else LazyLogs(logs.so_far())
             for callback in listeners:
                 getattr(callback, f"on_{phase}_batch_end")(batch, logs=seen)
         if self._bar is None or (self._in_fit and phase != "train"):
@@ -298,21 +330,42 @@ class Hooks:
         now = time.perf_counter()
         if batch == 0 or now - self._drawn >= REDRAW_SECONDS:
             self._drawn = now
-            shown = logs.newest() if isinstance(logs, RunningLogs) else {}
+            shown = {} if isinstance(logs, dict) else logs.newest()
             getattr(self._bar, f"on_{phase}_batch_end")(batch, shown)
 
 
-def monitored(metrics: list[Any]) -> list[Any]:
-    """Group metrics as Keras does, so that its callbacks find out whether more or less of a metric is better.
+class LossTracker(MetricsList):
+    """Keras' mean of the loss, which also lists the metrics of `compile` where callbacks with mode="auto" look.
 
     Args:
-        metrics: Keras metric objects.
+        compiled: Gives the metrics of `compile`.
     """
-    return [MetricsList(metrics)] if metrics else []
+
+    def __init__(self, compiled: Callable[[], list[Any]]) -> None:
+        keras.metrics.Metric.__init__(self, name="loss")
+        self._mean = keras.metrics.Mean(name="loss")
+        self._compiled = compiled
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics of `compile`; they know whether more or less is better."""
+        return self._compiled()
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add losses to the mean."""
+        self._mean.update_state(values, sample_weight=sample_weight)
+
+    def result(self) -> Any:
+        """Return the mean."""
+        return self._mean.result()
+
+    def reset_state(self) -> None:
+        """Start the mean again."""
+        self._mean.reset_state()
 
 
 def language_metric(name: str) -> Any:
-    """Make the stand-in of a language model's own metric for `monitored`; it is never updated.
+    """Make the stand-in of a language model's own metric for `LossTracker`; it is never updated.
 
     Args:
         name: "perplexity" or "token_accuracy".

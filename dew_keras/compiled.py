@@ -41,6 +41,8 @@ class Compiled:
         sampler: How `generate` draws unless it is told, or None for the checkpoint's own way.
         sequence_length: Positions of a row made from texts; None takes the longest text.
         packing: Whether texts share rows.
+        is_eager: Whether steps run operation by operation.
+        per_execution: Batches per compiled program.
         arguments: What `compile` was given, by name.
     """
 
@@ -54,6 +56,8 @@ class Compiled:
     sampler: Strategy | None = None
     sequence_length: int | None = None
     packing: bool = False
+    is_eager: bool = False
+    per_execution: int = 1
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -73,7 +77,12 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
         TypeError: If an argument is of the wrong kind.
     """
     given = dict(arguments)
-    _refuse_execution_options(given)
+    is_eager = _is_eager(given["run_eagerly"], given["jit_compile"])
+    if given["mesh"] == "auto":
+        raise ValueError(
+            "mesh='auto' is not available. Give a dict such as {'fsdp': 4, 'tensor': 2}, a MeshSpec, or None for all "
+            "devices on data."
+        )
     optimizer = resolve_optimizer(given["optimizer"], is_language_model=is_language_model, is_pretrained=is_pretrained)
     if is_pretrained and (rate := high_rate(optimizer)) is not None:
         warnings.warn(
@@ -107,7 +116,9 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
         accumulation=_accumulation(given["accumulation"], optimizer.accumulation),
         sampler=None if given["sampler"] == "auto" else resolve_sampler(given["sampler"]),
         sequence_length=_sequence_length(given["sequence_length"]),
-        packing=given["packing"],
+        packing=_packing(given["packing"]),
+        is_eager=is_eager,
+        per_execution=_count("steps_per_execution", given["steps_per_execution"]),
         arguments=given,
     )
 
@@ -150,23 +161,15 @@ def resolve_policy(dtype: Any) -> tuple[str | None, str | None]:
     return POLICIES[name]
 
 
-def _refuse_execution_options(given: Mapping[str, Any]) -> None:
-    if given["run_eagerly"]:
-        raise ValueError("run_eagerly=True is not available: steps are compiled. Debug with jax.disable_jit().")
-    if given["steps_per_execution"] != 1:
-        raise ValueError(
-            "steps_per_execution must be 1: steps are started without waiting for each other. "
-            f"Received: steps_per_execution={given['steps_per_execution']}"
+def _is_eager(run_eagerly: Any, jit_compile: Any) -> bool:
+    if jit_compile not in ("auto", True, False):
+        raise ValueError(f"jit_compile must be 'auto', True or False. Received: jit_compile={jit_compile!r}")
+    if run_eagerly and jit_compile is True:
+        warnings.warn(
+            "run_eagerly=True runs operation by operation, so jit_compile=True has no effect. Leave one of them out.",
+            stacklevel=4,
         )
-    if given["jit_compile"] not in ("auto", True):
-        raise ValueError(f"jit_compile must be 'auto' or True. Received: jit_compile={given['jit_compile']}")
-    if not isinstance(given["packing"], bool):
-        raise ValueError(f"packing must be True or False. Received: packing={given['packing']!r}")
-    if given["mesh"] == "auto":
-        raise ValueError(
-            "mesh='auto' is not available. Give a dict such as {'fsdp': 4, 'tensor': 2}, a MeshSpec, or None for all "
-            "devices on data."
-        )
+    return bool(run_eagerly) or jit_compile is False
 
 
 def _language_metrics(metrics: Any, weighted: Any, *, is_auto: bool) -> tuple[str, ...]:
@@ -190,8 +193,7 @@ def _language_metrics(metrics: Any, weighted: Any, *, is_auto: bool) -> tuple[st
 
 
 def _accumulation(given: Any, of_optimizer: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"accumulation must be a positive integer. Received: accumulation={given!r}")
+    given = _count("accumulation", given)
     if given > 1 and of_optimizer > 1:
         raise ValueError(
             f"Give either compile(accumulation={given}) or the optimizer's "
@@ -200,7 +202,17 @@ def _accumulation(given: Any, of_optimizer: int) -> int:
     return max(given, of_optimizer)
 
 
+def _count(name: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name} must be a positive integer. Received: {name}={given!r}")
+    return given
+
+
 def _sequence_length(given: Any) -> int | None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ValueError(f"sequence_length must be a positive integer or None. Received: sequence_length={given!r}")
+    return None if given is None else _count("sequence_length", given)
+
+
+def _packing(given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise ValueError(f"packing must be True or False. Received: packing={given!r}")
     return given

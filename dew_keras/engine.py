@@ -26,18 +26,20 @@ from dew.placement.stacks import StackView, stack_view
 from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
-from dew.tree import named_leaves
+from dew_keras.callbacks import RunningLogs, language_metric
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
-from dew_keras.inputs import RowSharing
+from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
+from dew_keras.inputs import Filling, RowSharing
 from dew_keras.interrupts import InterruptGate
-from dew_keras.layer_arrays import layer_shapes, place_like
-from dew_keras.loop import FitRun
+from dew_keras.layer_arrays import check_structure, place_like, shapes_of
+from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
-from dew_keras.progress import Cursor, Progress
+from dew_keras.progress import Progress
 from dew_keras.run_state import SavedRun
+from dew_keras.waiting import WaitingRun
 
 
 class Engine:
@@ -48,11 +50,14 @@ class Engine:
         preset: The checkpoint it came from, or None.
         variables: Weights to start from, or None.
         seed: Seed of initial weights, dropout, shuffling and sampling.
+        model: The model, whose class may override pieces of a step.
     """
 
-    def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int) -> None:
-        self._given_module = module
+    def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int, model: Any) -> None:
+        self.given_module = module
         self.module = module
+        self._model = model
+        self.overrides = overridden(model)
         self.preset = preset
         self.seed = seed
         self.compiled: Compiled | None = None
@@ -60,20 +65,20 @@ class Engine:
         self._mesh_given: Any = None
         self._storage: str | None = None
         self._master = "float32"
-        self._given_variables = variables
+        self.given_variables = variables
         self._variables: Any = None
         self.state: TrainState | None = None
         self._run: FitRun | None = None
-        self.pending: SavedRun | None = None  # read from a file; the next fit goes on with it
-        self._offered: Cursor | None = None
+        self.waiting = WaitingRun()
         self._objective: Any = None
         self._trainer: Trainer | None = None
+        self._steps: CustomSteps | None = None
         self._is_closed = False
 
     @property
     def is_language_model(self) -> bool:
         """Whether the module has what the token loss and generation need."""
-        return all(hasattr(self._given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
+        return all(hasattr(self.given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
 
     @property
     def is_pretrained(self) -> bool:
@@ -129,6 +134,7 @@ class Engine:
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         self._check_open()
+        self._check_overrides(compiled)
         if self._run is not None:
             raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
         if layout is not None and not isinstance(layout, Layout):
@@ -142,11 +148,11 @@ class Engine:
         new_mesh = as_mesh(mesh)
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
-        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed)
+        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed, model=self._model)
         fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        known = fresh.abstract_variables() if self.is_language_model else _shapes(self.variables)
+        known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
@@ -157,19 +163,33 @@ class Engine:
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = None
+        self._trainer = self._objective = self._steps = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
             self._variables, self.state = self.state.variables, None
         if moves:
             self._move(places)
-        self._adopt_pending()
+        self._adopt_waiting()
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
+    def _check_overrides(self, compiled: Compiled) -> None:
+        own = sorted(self.overrides - {"predict_step"})
+        if own and self.is_language_model and isinstance(compiled.loss, str):
+            raise ValueError(
+                f"{type(self._model).__name__} overrides {own}, which work on outputs and targets; loss='auto' never "
+                "makes the logits of all tokens. Give compile() a Keras loss, such as "
+                "SparseCategoricalCrossentropy(from_logits=True)."
+            )
+        if self.overrides & set(STEPS) and compiled.accumulation > 1:
+            raise ValueError(
+                f"{type(self._model).__name__} overrides {own}; such a step applies its update itself. Use "
+                f"accumulation=1. Received: accumulation={compiled.accumulation}"
+            )
+
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
-        module = self._given_module
+        module = self.given_module
         if not self.is_language_model:
             if remat is not None or dtype is not None:
                 raise ValueError(
@@ -218,16 +238,21 @@ class Engine:
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
         return lambda key: self.call.init(key, x)
 
-    def keeps_statistics(self, example: Mapping[str, Any]) -> bool:
-        """Say whether the module has collections beside its parameters, such as batch statistics.
+    @property
+    def filling(self) -> Filling:
+        """How short batches are filled up, where nothing is trained."""
+        return "none" if self.overrides - {"predict_step"} else "copies"
+
+    def training_filling(self, example: Mapping[str, Any]) -> Filling:
+        """Say how short batches of a training pass are filled up.
 
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
-        if self.is_language_model:
-            return False
+        if self.filling == "none" or self.is_language_model:
+            return self.filling
         variables = self.abstract_variables(example) if self.variables is None else self.variables
-        return any(name != "params" for name in variables)
+        return "repeats" if any(name != "params" for name in variables) else "copies"
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.
@@ -255,15 +280,15 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        given = None if self._given_variables is None else plain(self._given_variables)
+        given = None if self.given_variables is None else plain(self.given_variables)
         if given is not None and example is None and not self.is_language_model:
-            abstract = _shapes(given)  # data will show the module's own
+            abstract = shapes_of(given)  # data will show the module's own
         else:
             init = self._initialiser(example)
             abstract = self.abstract_variables(example)
         shardings = self.placements(abstract)
         if given is not None:
-            _check_structure(given, plain(abstract))
+            check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
@@ -279,7 +304,8 @@ class Engine:
             raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
-        self._variables = self.state = self.pending = None
+        self._variables = self.state = None
+        self.waiting.take(None)
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -293,8 +319,7 @@ class Engine:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
         placed = jax.tree.map(place_like, variables, self.variables)
-        if self.pending is not None:
-            self.pending = dataclasses.replace(self.pending, exact_variables={})
+        self.waiting.forget_variables()
         if self._run is not None:
             self._run.loop.state = self._run.loop.state.replace(variables=placed)
         elif self.state is not None:
@@ -310,20 +335,7 @@ class Engine:
     @property
     def makes_weights(self) -> bool:
         """Whether there are weights, or `load` can make them without data."""
-        return self.is_built or self.is_language_model or self.is_pretrained or self._given_variables is not None
-
-    @property
-    def given_module(self) -> Any:
-        """The module as the user gave it, before `compile` configured it."""
-        return self._given_module
-
-    def give(self, variables: Any) -> None:
-        """Keep weights for a module whose shapes follow from data, until data shows them.
-
-        Args:
-            variables: Host arrays in the module's structure.
-        """
-        self._given_variables = variables
+        return self.is_built or self.is_language_model or self.is_pretrained or self.given_variables is not None
 
     def restore(self, saved: SavedRun | None, skipped: frozenset[str] = frozenset()) -> None:
         """Go on with a run that was read from a file, now while a fit runs, else when the next one starts.
@@ -332,31 +344,24 @@ class Engine:
             saved: The run, whose weights were assigned already; None forgets one that was read before.
             skipped: Variables that were left out.
         """
-        self.pending = self._offered = None
-        if saved is None:
+        saved = saved and dataclasses.replace(saved, skipped=skipped)
+        if self._run is None or saved is None:
+            self.waiting.take(saved)
+            self._adopt_waiting()
             return
-        if self._run is None:
-            self.pending, self._offered = dataclasses.replace(saved, skipped=skipped), saved.cursor
-            self._adopt_pending()
-            return
-        state = self._continued(self._run.loop.state, dataclasses.replace(saved, skipped=skipped))
+        state = self._continued(self._run.loop.state, saved)
         if state is not None:
             self._run.loop.state = state
             self._run.progress.take(saved.cursor)
             self._run.optimizer.take_rate(saved.learning_rate)
             self.seed = saved.seed
 
-    def _adopt_pending(self) -> None:
-        """Show the rate of a run that was read, or drop it when it is another optimizer's."""
-        if self.pending is None or self.compiled is None:
+    def _adopt_waiting(self) -> None:
+        if self.compiled is None:
             return
-        variables = self._given_variables if self.variables is None else self.variables
-        slots = jax.eval_shape(self.compiled.optimizer.build(self.view).init, _shapes(variables["params"]))
-        if self.pending.matches(layer_shapes(slots, self.view)):
-            self.compiled.optimizer.take_rate(self.pending.learning_rate)
-            self.seed = self.pending.seed
-        else:
-            self.pending = self._offered = None
+        variables = self.given_variables if self.variables is None else self.variables
+        seed = self.waiting.adopt(self.compiled.optimizer, self.view, variables)
+        self.seed = self.seed if seed is None else seed
 
     def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
         trainer = self.trainer(None)
@@ -375,6 +380,12 @@ class Engine:
     def bound_objective(self) -> Any:
         """The objective, or None before a batch showed the outputs."""
         return self._objective
+
+    def compiled_metrics(self) -> list[Any]:
+        """List the Keras metric objects of `compile` once a batch showed the outputs, and a language model's own."""
+        known = getattr(self._objective, "metrics", None)
+        language = () if self.compiled is None else self.compiled.language_metrics
+        return [*([] if known is None else known.metrics), *map(language_metric, language)]
 
     def objective(self, example: Mapping[str, Any] | None) -> Any:
         """Return what is trained, binding losses and metrics to the outputs the first time.
@@ -407,8 +418,19 @@ class Engine:
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
+            compute_loss=self._model.compute_loss if "compute_loss" in self.overrides else None,
         )
         return self._objective
+
+    @property
+    def training_call(self) -> ModuleCall:
+        """How the module is called in training, on its masters."""
+        return ModuleCall(self._training_module())
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer, or a handle on an optax transformation; None before `compile`."""
+        return None if self.compiled is None else self.compiled.optimizer.public
 
     def _training_module(self) -> Any:
         return self.module.clone(param_dtype=self._master) if self.is_language_model else self.module
@@ -420,16 +442,54 @@ class Engine:
             example: A batch, for objectives that depend on it.
         """
         if self._trainer is None:
-            assert self.compiled is not None, "verbs check that the model is compiled"
+            compiled = self.compiled
+            assert compiled is not None, "verbs check that the model is compiled"
+            objective, transformation = self.objective(example), compiled.optimizer.build(self.view)
+            if self.overrides & set(STEPS):
+                self._steps = CustomSteps(self._model, transformation, is_eager=compiled.is_eager)
             self._trainer = Trainer(
-                self.objective(example),
-                self.compiled.optimizer.build(self.view),
+                objective,
+                transformation,
                 key=self.seed,
                 mesh=self.mesh,
                 layout=self.layout,
-                accumulation=self.compiled.accumulation,
+                accumulation=compiled.accumulation,
+                step=None if self._steps is None else self._steps.train,
+                carry=None if self._steps is None else self._steps.fresh_metrics(),
+                is_eager=compiled.is_eager,
             )
         return self._trainer
+
+    def scoring(self) -> Pass:
+        """Begin a pass over held-out data; `trainer` was called before."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None, "the trainer is made first"
+        if steps is None:
+            return Pass(logs=RunningLogs(self.report), score=trainer.score, finish=lambda: None)
+        metrics = steps.fresh_metrics()
+
+        def score(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal metrics
+            placed = trainer.place_batch(batch)
+            with trainer.context():
+                logs, metrics = steps.test(variables, metrics, placed)
+            return logs
+
+        return Pass(logs=LatestLogs(), score=score, finish=lambda: steps.keep_metrics(metrics))
+
+    def _training(self) -> Pass:
+        """Begin a pass over the training data."""
+        steps, run = self._steps, self._run
+        assert self._trainer is not None, "called while a fit runs"
+        assert run is not None, "called while a fit runs"
+        if steps is None:
+            return Pass(logs=RunningLogs(self.report), score=self._trainer.score, finish=lambda: None)
+        run.loop.state = run.loop.state.replace(carry=run.progress.carry(steps.fresh_metrics()))
+        return Pass(
+            logs=LatestLogs(),
+            score=self._trainer.score,
+            finish=lambda: steps.keep_metrics(run.loop.state.carry),
+        )
 
     def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
         """Turn pooled statistics into logs, sorted by name.
@@ -464,22 +524,24 @@ class Engine:
                     # The loop will consume the variables: from here the state owns them.
                     self.state, self._variables = trainer.place(self.load(example)), None
             state = self._with_window(self.state, trainer)
-            if self.pending is not None:
-                state = self._continued(state, self.pending) or state
-            loop = trainer.loop(state, nonfinite_limit=None)
+            saved, progress = self.waiting.begin()
+            if saved is not None:
+                state = self._continued(state, saved) or state
+            loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
             compiled.optimizer.claim()
             run = FitRun(
                 loop=loop,
                 gate=gate,
                 optimizer=compiled.optimizer,
-                report=self.report,
-                score=trainer.score,
+                training=self._training,
+                scoring=self.scoring,
                 accumulation=compiled.accumulation,
+                per_execution=compiled.per_execution,
                 finish=self._take_average,
-                progress=Progress(self._offered),
+                progress=progress,
             )
             try:
-                self._run, self.state, self.pending, self._offered = run, None, None, None
+                self._run, self.state = run, None
                 yield run
                 loop.drain()
             finally:
@@ -499,7 +561,7 @@ class Engine:
         """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
         if trainer.accumulation == 1 or state.accumulator is not None:
             return state
-        shapes = _shapes(state.params)
+        shapes = shapes_of(state.params)
         make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
         return state.replace(accumulator=make())
 
@@ -512,7 +574,16 @@ class Engine:
         def apply(variables: Any, x: Any) -> Any:
             return call.apply(variables, x, key=None, train=False)[0]
 
+        if "predict_step" in self.overrides:
+            if self.compiled is None:
+                raise ValueError("You must call `compile()` before a predict_step of your own is run.")
+            transformation = self.compiled.optimizer.build(self.view)
+            apply = CustomSteps(self._model, transformation, is_eager=self._is_eager).predict
         return jax.jit(apply, out_shardings=whole)
+
+    @property
+    def _is_eager(self) -> bool:
+        return self.compiled is not None and self.compiled.is_eager
 
     def predict(self, batch: Mapping[str, Any]) -> Any:
         """Start computing the outputs of a host batch.
@@ -527,12 +598,8 @@ class Engine:
             ids = batch["x"]["tokens"] if isinstance(batch["x"], Mapping) else batch["x"]
             check_token_ids(self.module, ids, positions=np.shape(ids)[-1])
         placed = shard_batch(self.mesh, {"x": batch["x"]})
-        with self.context():
+        with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:
@@ -540,13 +607,3 @@ def _same_optimizer(old: Compiled, new: Compiled) -> bool:
     if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
         return first.transformation is second.transformation
     return first is second
-
-
-def _check_structure(given: Any, wanted: Any) -> None:
-    found, expected = named_leaves(given), named_leaves(wanted)
-    different = sorted(set(found) ^ set(expected))
-    if different:
-        raise ValueError(f"The variables given do not have the module's structure; they differ at {different[:5]}.")
-    for path, leaf in expected.items():
-        if tuple(jnp.shape(found[path])) != tuple(leaf.shape):
-            raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={jnp.shape(found[path])}.")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dew.placement.processes import host_value
@@ -107,3 +108,31 @@ def place_like(value: Any, leaf: jax.Array) -> jax.Array:
     if leaf.sharding.is_fully_addressable:
         return jax.device_put(host, leaf.sharding)
     return jax.make_array_from_callback(host.shape, leaf.sharding, lambda index: host[index])
+
+
+def shapes_of(tree: Any) -> Any:
+    """Write shapes and dtypes in place of arrays.
+
+    Args:
+        tree: Any tree of arrays.
+    """
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def check_structure(given: Any, wanted: Any) -> None:
+    """Refuse variables that are not a module's.
+
+    Args:
+        given: The variables.
+        wanted: Shapes of the module's.
+
+    Raises:
+        ValueError: If a path or a shape differs.
+    """
+    found, expected = named_leaves(given), named_leaves(wanted)
+    different = sorted(set(found) ^ set(expected))
+    if different:
+        raise ValueError(f"The variables given do not have the module's structure; they differ at {different[:5]}.")
+    for path, leaf in expected.items():
+        if tuple(jnp.shape(found[path])) != tuple(leaf.shape):
+            raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={jnp.shape(found[path])}.")

@@ -63,7 +63,7 @@ def load_model(
                 model.compile_from_config(config["compile"])
         with archive.weights() as entry, ArrayFile(entry, str(path)) as file:
             loaded = read_weights(file, None, skip_mismatch=False)
-    model._engine.give(model._engine.view.stack(nested(loaded.variables)))
+    model._engine.given_variables = model._engine.view.stack(nested(loaded.variables))
     model._engine.load(None)
     model._engine.restore(loaded.run)
     if loaded.run is not None:

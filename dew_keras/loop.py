@@ -11,14 +11,14 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from dew.training.loop import Loop
-from dew_keras.callbacks import MAX_PENDING, Hooks, RunningLogs
+from dew_keras.callbacks import MAX_PENDING, Hooks, Logs
 from dew_keras.inputs import Batch, Source
 from dew_keras.interrupts import InterruptGate
 from dew_keras.optimizers import CompiledOptimizer
@@ -56,6 +56,21 @@ class Validation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one pass over data works with.
+
+    Attributes:
+        logs: Its numbers.
+        score: Starts scoring a host batch with given variables; not called in a training pass.
+        finish: Called when the pass has ended.
+    """
+
+    logs: Logs
+    score: Callable[[Any, Any], Any]
+    finish: Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FitRun:
     """What one `fit` works with.
 
@@ -63,9 +78,10 @@ class FitRun:
         loop: The engine's loop.
         gate: Holds an interrupt back while a step replaces the weights.
         optimizer: Whose rate is copied into the state when it was assigned.
-        report: Turns sums into logs.
-        score: Starts scoring a batch with given variables.
+        training: Begins a pass over the training data.
+        scoring: Begins a pass over held-out data.
         accumulation: Batches per update.
+        per_execution: Batches per compiled program.
         finish: Called once when the last epoch has ended, before the hooks of the end.
         progress: Where the fit is in its data.
     """
@@ -73,9 +89,10 @@ class FitRun:
     loop: Loop
     gate: InterruptGate
     optimizer: CompiledOptimizer
-    report: Callable[[Any], dict[str, float]]
-    score: Callable[[Any, Any], Any]
+    training: Callable[[], Pass]
+    scoring: Callable[[], Pass]
     accumulation: int
+    per_execution: int
     finish: Callable[[], None]
     progress: Progress
 
@@ -116,12 +133,13 @@ def run_fit(
             warnings.warn(_NOT_FINITE.format(epoch=epoch + 1, loss=logs["loss"]), stacklevel=3)
         if validation is not None and validation.is_due(epoch):
             found = run_evaluate(
-                lambda batch: run.score(run.loop.state.variables, batch),
-                run.report,
+                run.scoring(),
+                lambda: run.loop.state.variables,
                 model,
                 validation.source,
                 hooks,
                 steps=validation.steps,
+                per_execution=run.per_execution,
             )
             logs.update({f"val_{name}": value for name, value in found.items()})
         run.progress.finish_epoch()
@@ -133,16 +151,28 @@ def run_fit(
 
 
 def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: int) -> dict[str, float]:
-    running = run.progress.logs(RunningLogs(run.report))
-    start = run.progress.batch
-    for number, batch in enumerate(source.open(epoch, start), start):
-        hooks.batch_begin("train", number)
-        _step(run, model, batch, running)
-        run.progress.batch = number + 1
-        hooks.batch_end("train", number, running)
+    training, start = run.training(), run.progress.batch
+    logs = run.progress.begin_epoch(training.logs)
+    for first, batches in _executions(source.open(epoch, start), run.per_execution, start):
+        hooks.batch_begin("train", first)
+        _step(run, model, batches, logs)
+        run.progress.batch = first + len(batches)
+        hooks.batch_end("train", first + run.per_execution - 1, logs)
         if model.stop_training:
             break
-    return running.values()
+    values = logs.values()
+    training.finish()
+    return values
+
+
+def _executions(batches: Iterable[Batch], size: int, start: int = 0) -> Iterator[tuple[int, list[Batch]]]:
+    """Group batches as they are executed: the number of the first one, and up to `size` of them."""
+    stream = iter(batches)
+    for first in itertools.count(start, size):
+        group = list(itertools.islice(stream, size))
+        if not group:
+            return
+        yield first, group
 
 
 def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
@@ -156,59 +186,77 @@ def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
     Returns:
         The logs of this batch alone.
     """
-    running = RunningLogs(run.report)
-    _step(run, model, batch, running)
-    return running.values()
+    training = run.training()
+    _step(run, model, [batch], training.logs)
+    logs = training.logs.values()
+    training.finish()
+    return logs
 
 
-def _step(run: FitRun, model: Any, batch: Batch, running: RunningLogs) -> None:
-    """Start a training step with the learning rate that was assigned last."""
+def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
+    """Start training steps with the learning rate that was assigned last."""
     rate = run.optimizer.changed_rate()
     if rate is not None:
         run.loop.state = run.loop.state.with_learning_rate(rate)
-    with run.gate.hold():
-        result = run.loop.step(batch.data)
-    running.add(result.statistics)
-    model.count_batches(result.step // run.accumulation)
+    # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
+    is_one = len(batches) == run.per_execution and _are_alike(batches)
+    for group in [batches] if is_one else [[batch] for batch in batches]:
+        with run.gate.hold():
+            result = run.loop.step(*(batch.data for batch in group))
+        logs.add(result.statistics, steps=len(group))
+        model.count_batches(result.step // run.accumulation)
+
+
+def _are_alike(batches: list[Batch]) -> bool:
+    def form(batch: Batch) -> Any:
+        leaves, structure = jax.tree.flatten(batch.data)
+        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    return len(batches) == 1 or all(form(batch) == form(batches[0]) for batch in batches[1:])
 
 
 def run_evaluate(
-    score: Callable[[Any], Any],
-    report: Callable[[Any], dict[str, float]],
+    scoring: Pass,
+    variables: Callable[[], Any],
     model: Any,
     source: Source,
     hooks: Hooks,
     *,
     steps: int | None,
+    per_execution: int = 1,
 ) -> dict[str, float]:
     """Score a pass over held-out data.
 
     Args:
-        score: Starts scoring a host batch.
-        report: Turns sums into logs.
+        scoring: The pass, just begun.
+        variables: Returns the weights to score with.
         model: Holds `stop_evaluating`, which any hook may set.
         source: The data; every pass begins at its start.
         hooks: The callbacks.
         steps: Batches to score, or None for all.
+        per_execution: Batches between two hooks.
 
     Returns:
         The logs of the pass.
     """
     model.stop_evaluating = False
     hooks.begin("test")
-    running = RunningLogs(report)
-    for number, batch in enumerate(_limited(source, steps)):
-        hooks.batch_begin("test", number)
-        running.add(score(batch.data))
-        hooks.batch_end("test", number, running)
+    for first, batches in _executions(_limited(source, steps), per_execution):
+        hooks.batch_begin("test", first)
+        for batch in batches:
+            scoring.logs.add(scoring.score(variables(), batch.data))
+        hooks.batch_end("test", first + per_execution - 1, scoring.logs)
         if model.stop_evaluating:
             break
-    logs = running.values()
+    logs = scoring.logs.values()
+    scoring.finish()
     hooks.end("test", logs)
     return logs
 
 
-def run_predict(apply: Callable[[Any], Any], model: Any, source: Source, hooks: Hooks, *, steps: int | None) -> Any:
+def run_predict(
+    apply: Callable[[Any], Any], model: Any, source: Source, hooks: Hooks, *, steps: int | None, per_execution: int = 1
+) -> Any:
     """Compute outputs of every row, in order.
 
     Args:
@@ -217,24 +265,25 @@ def run_predict(apply: Callable[[Any], Any], model: Any, source: Source, hooks: 
         source: The data.
         hooks: The callbacks.
         steps: Batches to compute, or None for all.
+        per_execution: Batches between two hooks.
 
     Returns:
         Host arrays in the structure of the outputs, exactly the rows given.
     """
     model.stop_predicting = False
     hooks.begin("predict")
-    pending: collections.deque[tuple[int, int, Any]] = collections.deque()
+    pending: collections.deque[tuple[int, list[tuple[int, Any]]]] = collections.deque()
     parts: list[Any] = []
 
     def finish() -> None:
-        number, rows, outputs = pending.popleft()
-        host = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], outputs)
-        parts.append(host)
-        hooks.batch_end("predict", number, {"outputs": host})
+        first, started = pending.popleft()
+        outputs = [jax.tree.map(lambda leaf, rows=rows: np.asarray(leaf)[:rows], tree) for rows, tree in started]
+        parts.extend(outputs)
+        hooks.batch_end("predict", first + per_execution - 1, {"outputs": _concatenated(outputs)})
 
-    for number, batch in enumerate(_limited(source, steps)):
-        hooks.batch_begin("predict", number)
-        pending.append((number, batch.rows, apply(batch.data)))
+    for first, batches in _executions(_limited(source, steps), per_execution):
+        hooks.batch_begin("predict", first)
+        pending.append((first, [(batch.rows, apply(batch.data)) for batch in batches]))
         # A callback of the batch before must have run when the next one begins; the bar alone may lag.
         while len(pending) > (0 if hooks.listens("predict") else MAX_PENDING):
             finish()
@@ -243,7 +292,11 @@ def run_predict(apply: Callable[[Any], Any], model: Any, source: Source, hooks: 
     while pending:
         finish()
     hooks.end("predict", {})
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    return _concatenated(parts)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def _limited(source: Source, steps: int | None) -> Iterator[Batch]:

@@ -217,6 +217,7 @@ class KerasObjective:
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
         names: Names of the outputs.
+        compute_loss: The user's own loss of a batch, as `keras.Model.compute_loss`; None for `losses`.
     """
 
     call: ModuleCall
@@ -224,6 +225,7 @@ class KerasObjective:
     losses: LossSet | None
     metrics: MetricSet
     names: tuple[str | None, ...]
+    compute_loss: Callable[..., Any] | None = None
 
     @property
     def module(self) -> Any:
@@ -267,7 +269,10 @@ class KerasObjective:
         count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
         value: Any = jnp.zeros((), jnp.float32)
         parts: dict[str, Any] = {}
-        if self.losses is not None:
+        if self.compute_loss is not None:
+            y, weight = batch.get("y"), batch.get("sample_weight")
+            value = self.compute_loss(x=batch["x"], y=y, y_pred=y_pred, sample_weight=weight, training=train)
+        elif self.losses is not None:
             value, parts = self.losses.values(targets, predictions, weights, rows)
         metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}
         metrics.update(self.metrics.sums(targets, predictions, weights, rows))
@@ -288,7 +293,14 @@ class KerasObjective:
 
 
 def bind_objective(
-    call: ModuleCall, example: Mapping[str, Any], *, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any
+    call: ModuleCall,
+    example: Mapping[str, Any],
+    *,
+    loss: Any,
+    loss_weights: Any,
+    metrics: Any,
+    weighted_metrics: Any,
+    compute_loss: Callable[..., Any] | None = None,
 ) -> KerasObjective:
     """Bind losses and metrics to a module once a batch shows the shapes.
 
@@ -299,6 +311,7 @@ def bind_objective(
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
         weighted_metrics: As `compile` takes it.
+        compute_loss: The user's own loss of a batch, or None.
 
     Returns:
         The objective.
@@ -322,4 +335,5 @@ def bind_objective(
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
         names=tuple(names),
+        compute_loss=compute_loss,
     )

@@ -161,6 +161,18 @@ class MetricSet:
             found[tracked.key] = Ratio(*added) if _is_mean(tracked.metric) else MetricSum(tuple(added))
         return found
 
+    def update(self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Update the metric objects themselves with one batch.
+
+        Args:
+            targets: One array per output, rows first.
+            predictions: One array per output, rows first.
+            weights: Sample weights per output, or None.
+        """
+        for tracked in self._tracked:
+            weight = weights[tracked.output] if tracked.is_weighted else None
+            tracked.metric.update_state(targets[tracked.output], predictions[tracked.output], sample_weight=weight)
+
     def values(self, sums: Mapping[str, MetricSum]) -> dict[str, float]:
         """Turn pooled sums into the numbers Keras would show.
 

@@ -15,20 +15,23 @@ from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
 from dew_keras.arguments import check_fit, check_hooks
 from dew_keras.arrays import host_tree
-from dew_keras.callbacks import Hooks, language_metric, monitored
+from dew_keras.callbacks import Hooks, LossTracker
+from dew_keras.compile_config import compile_arguments, compile_config
 from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
 from dew_keras.followers import quiet
 from dew_keras.generation import run_generate
-from dew_keras.inputs import WHOLE_BATCH, SlicedSource, check_count, keras_source
+from dew_keras.inputs import WHOLE_BATCH, check_count
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
 from dew_keras.presets import read_preset
+from dew_keras.step_methods import StepMethods
+from dew_keras.streams import SlicedSource, keras_source
 from dew_keras.summary import summary_text
 from dew_keras.weights import WeightVerbs
 
 
-class Model(WeightVerbs):
+class Model(StepMethods, WeightVerbs):
     """A Flax module with Keras' verbs, on any mesh.
 
     Args:
@@ -53,7 +56,8 @@ class Model(WeightVerbs):
             raise TypeError(
                 f"Model needs a Flax Linen module, or use Model.from_preset(source). Received: module={module!r}"
             )
-        self._engine = Engine(module, preset=_preset, variables=variables, seed=seed)
+        self._engine = Engine(module, preset=_preset, variables=variables, seed=seed, model=self)
+        self._loss_tracker = LossTracker(self._engine.compiled_metrics)
         self.tokenizer = tokenizer
         self.name = name or type(module).__name__
         self.history: Any = None
@@ -143,17 +147,6 @@ class Model(WeightVerbs):
         known = getattr(self._engine.bound_objective, "metrics", None)
         return ["loss", *(known.names if known is not None else [])]
 
-    @property
-    def metrics(self) -> list[Any]:
-        """A group of the Keras metric objects, once a batch showed the outputs; their state stays with each pass."""
-        known = getattr(self._engine.bound_objective, "metrics", None)
-        found = [] if known is None else known.metrics
-        language = () if self._engine.compiled is None else self._engine.compiled.language_metrics
-        return monitored([*found, *map(language_metric, language)])
-
-    def reset_metrics(self) -> None:
-        """Do nothing: every pass starts its own sums."""
-
     def count_batches(self, updates: int) -> None:
         """Note how many updates have been started, for `optimizer.iterations`.
 
@@ -199,9 +192,9 @@ class Model(WeightVerbs):
             metrics: Metrics that ignore sample weights.
             weighted_metrics: Metrics that use sample weights; "auto" is perplexity and token accuracy for the token
                 cross entropy, none otherwise.
-            run_eagerly: Must be False.
-            steps_per_execution: Must be 1.
-            jit_compile: "auto" or True.
+            run_eagerly: Whether steps run operation by operation, so that prints and debuggers see values.
+            steps_per_execution: Batches that run as one compiled program; hooks are called once for them.
+            jit_compile: "auto" or True compile; False is `run_eagerly`.
             auto_scale_loss: Accepted; no precision policy here scales the loss.
             mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
             layout: Rules of placement; None takes the defaults.
@@ -226,6 +219,24 @@ class Model(WeightVerbs):
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
             self._updates = 0
+
+    def get_compile_config(self) -> dict[str, Any] | None:
+        """Describe what `compile` was given as JSON data; None before `compile`.
+
+        Raises:
+            ValueError: If an argument cannot be described: an optax transformation, a lambda.
+        """
+        compiled = self._engine.compiled
+        return None if compiled is None else compile_config(compiled.arguments)
+
+    def compile_from_config(self, config: Mapping[str, Any]) -> None:
+        """Compile as `get_compile_config` describes it.
+
+        Args:
+            config: The description. Classes and functions of your own are found in a
+                `keras.saving.custom_object_scope`.
+        """
+        self.compile(**compile_arguments(config))
 
     def fit(
         self,
@@ -295,8 +306,9 @@ class Model(WeightVerbs):
         if held_out is not None:
             held_out, more = feeder.held_out(held_out, rows, like=source, what="validation")
             notes += more
+            held_out.filling = self._engine.filling
             validation = Validation(source=held_out, steps=validation_steps, frequency=validation_freq)
-        source.repeats_rows = self._engine.keeps_statistics(source.example())
+        source.filling = self._engine.training_filling(source.example())
         if steps_per_epoch is not None:
             source = SlicedSource(source, steps_per_epoch)
         if verbose and is_primary():
@@ -349,15 +361,23 @@ class Model(WeightVerbs):
         """
         check_count("steps", steps)
         check_hooks(verbose, callbacks)
-        feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("evaluate"))
+        compiled = self._check_compiled("evaluate")
+        feeder = Feeder(self._engine, self.tokenizer, compiled)
         data = x if y is None and sample_weight is None else (x, y, sample_weight)
         source, _ = feeder.held_out(data, batch_size, what="evaluation")
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         engine, example = self._engine, source.example()
-        trainer = engine.trainer(example)
+        source.filling = engine.filling
+        engine.trainer(example)
         engine.load(example)
         logs = run_evaluate(
-            lambda batch: trainer.score(engine.variables, batch), engine.report, self, source, hooks, steps=steps
+            engine.scoring(),
+            lambda: engine.variables,
+            self,
+            source,
+            hooks,
+            steps=steps,
+            per_execution=compiled.per_execution,
         )
         return self._returned(logs, return_dict)
 
@@ -384,7 +404,7 @@ class Model(WeightVerbs):
             x, y, sample_weight, class_weight, batch_size=WHOLE_BATCH, shuffle=False, split=0.0
         )
         example = source.example()
-        source.repeats_rows = self._engine.keeps_statistics(example)
+        source.filling = self._engine.training_filling(example)
         with self._engine.fitting(example) as run:
             logs = run_one_step(run, self, next(source.open(0)))
         return self._returned(logs, return_dict)
@@ -442,7 +462,9 @@ class Model(WeightVerbs):
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
-        return run_predict(self._engine.predict, self, source, hooks, steps=steps)
+        compiled = self._engine.compiled
+        per_execution = 1 if compiled is None else compiled.per_execution
+        return run_predict(self._engine.predict, self, source, hooks, steps=steps, per_execution=per_execution)
 
     def generate(
         self,

@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dew.objectives.base import Ratio
 from dew.tree import named_leaves
-from dew_keras.callbacks import RunningLogs
+from dew_keras.callbacks import Logs
 from dew_keras.metrics import MetricSum
 from dew_keras.weights_file import DamagedFileError
 
@@ -31,6 +33,7 @@ class Cursor:
         batch: Batches of it that were consumed.
         order: What decided which rows each batch held.
         sums: Sums behind the running logs of the epoch, by name.
+        carry: Metric variables of a step of the user's own.
     """
 
     title: str
@@ -38,6 +41,7 @@ class Cursor:
     batch: int
     order: Mapping[str, int | None]
     sums: Mapping[str, Any]
+    carry: tuple[np.ndarray, ...] = ()
 
 
 class Progress:
@@ -59,8 +63,9 @@ class Progress:
         self.is_begun = False
         self._offered = offered
         self._loaded: Cursor | None = None
-        self._running: RunningLogs | None = None
+        self._running: Logs | None = None
         self._sums: Mapping[str, Any] = {}
+        self._carry: tuple[np.ndarray, ...] = ()
 
     def take(self, cursor: Cursor | None) -> None:
         """Go on where a file was saved, when it is loaded while the fit begins; later loads move no data.
@@ -101,6 +106,7 @@ class Progress:
             cursor = self._offered
         if cursor is not None:
             self.epoch, self.batch, self._sums = cursor.epoch, cursor.batch, cursor.sums
+            self._carry = cursor.carry if cursor.batch else ()
         return self.epoch
 
     def _check(self, cursor: Cursor) -> None:
@@ -117,18 +123,37 @@ class Progress:
             f"{', '.join(different)}. Give fit() the same data and arguments, or delete the file to start anew."
         )
 
-    def logs(self, running: RunningLogs) -> RunningLogs:
+    def begin_epoch(self, logs: Logs) -> Logs:
         """Note the logs of the epoch that begins, after what was consumed of it before.
 
         Args:
-            running: Its logs, still empty.
+            logs: Its logs, still empty.
 
         Returns:
             The same logs.
         """
-        running.start_with(self._sums)
-        self._running, self._sums = running, {}
-        return running
+        logs.start_with(self._sums)
+        self._running, self._sums = logs, {}
+        return logs
+
+    def carry(self, fresh: list[jax.Array]) -> list[jax.Array]:
+        """Return the metric variables that a step of the user's own begins the epoch with.
+
+        Args:
+            fresh: Those of an epoch from its start.
+
+        Raises:
+            ValueError: If the file was saved with other metrics.
+        """
+        saved, self._carry = self._carry, ()
+        if not saved:
+            return fresh
+        if [value.shape for value in saved] != [value.shape for value in fresh]:
+            raise ValueError(
+                f"The epoch was begun with {len(saved)} metric variables that this model does not have. Compile it "
+                "with the same metrics."
+            )
+        return [jnp.asarray(value, like.dtype) for value, like in zip(saved, fresh, strict=True)]
 
     def sums(self) -> Mapping[str, Any]:
         """Return the sums behind the running logs, waiting for the steps in flight."""
@@ -143,9 +168,9 @@ def named_sums(sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Write sums as named arrays.
 
     Args:
-        sums: Ratios and metric sums by log key.
+        sums: Ratios, metric sums or latest numbers by log key.
     """
-    return {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(dict(sums)).items()}
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(dict(sums)).items()}
 
 
 def sums_of(arrays: Mapping[str, np.ndarray], title: str) -> dict[str, Any]:
@@ -169,6 +194,8 @@ def sums_of(arrays: Mapping[str, np.ndarray], title: str) -> dict[str, Any]:
                 raise DamagedFileError(f"{title} is damaged: the sums of {key!r} are not all there.")
             values = tuple(arrays[f"{key}/{index}"] for index in range(count))
             found[key.removesuffix("/values")] = MetricSum(values)
+        elif field == "latest":
+            found[key] = {"latest": arrays[name]}
         else:
             raise DamagedFileError(f"{title} is damaged: {name!r} is no sum of a log.")
     return found

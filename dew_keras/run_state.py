@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dew.placement.processes import host_value
 from dew.placement.stacks import StackView
 from dew.training.state import TrainState
 from dew_keras.layer_arrays import host_layers, layer_shapes, onto, place_like
@@ -19,7 +20,7 @@ from dew_keras.progress import Cursor, Progress, named_sums, sums_of
 from dew_keras.weights_file import ArrayFile, DamagedFileError
 
 COUNTERS = ("step", "microstep", "updates", "key")
-GROUPS = ("variables", "optimizer", "training", "window", "sums")
+GROUPS = ("variables", "optimizer", "training", "window", "sums", "carry")
 
 
 def run_arrays(state: TrainState, view: StackView, progress: Progress | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -45,6 +46,8 @@ def run_arrays(state: TrainState, view: StackView, progress: Progress | None) ->
     if progress is not None and progress.is_begun:
         for name, value in named_sums(progress.sums()).items():
             yield f"sums/{name}", value
+        for index, value in enumerate(state.carry or ()):
+            yield f"carry/{index}", host_value(value)
 
 
 def run_facts(accumulation: int, seed: int, progress: Progress | None) -> dict[str, Any]:
@@ -106,7 +109,9 @@ class SavedRun:
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """List its arrays as a weights file names them."""
         sums = {} if self.cursor is None else named_sums(self.cursor.sums)
-        groups = {"optimizer": self.optimizer, "training": self.counters, "window": self.window, "sums": sums}
+        carry = {} if self.cursor is None else {str(index): value for index, value in enumerate(self.cursor.carry)}
+        groups = {"optimizer": self.optimizer, "training": self.counters, "window": self.window}
+        groups |= {"sums": sums, "carry": carry}
         for group, arrays in groups.items():
             for name, value in arrays.items():
                 yield f"{group}/{name}", value
@@ -223,21 +228,29 @@ def read_run(file: ArrayFile) -> SavedRun | None:
         window=found["window"],
         accumulation=accumulation,
         seed=seed,
-        cursor=_cursor(facts.get("cursor"), found["sums"], file.title),
+        cursor=_cursor(facts.get("cursor"), found["sums"], found["carry"], file.title),
     )
 
 
-def _cursor(facts: Any, sums: Mapping[str, np.ndarray], title: str) -> Cursor | None:
+def _cursor(facts: Any, sums: Mapping[str, np.ndarray], carry: Mapping[str, np.ndarray], title: str) -> Cursor | None:
     if facts is None:
         return None
     order = facts.get("order") if isinstance(facts, dict) else None
     if (
         not isinstance(order, dict)
         or not all(_is_count(facts.get(name)) for name in ("epoch", "batch"))
+        or set(carry) != {str(index) for index in range(len(carry))}
         or not all(value is None or isinstance(value, int) for value in order.values())
     ):
         raise DamagedFileError(f"{title} is damaged: it does not say where its fit was.")
-    return Cursor(title=title, epoch=facts["epoch"], batch=facts["batch"], order=order, sums=sums_of(sums, title))
+    return Cursor(
+        title=title,
+        epoch=facts["epoch"],
+        batch=facts["batch"],
+        order=order,
+        sums=sums_of(sums, title),
+        carry=tuple(carry[str(index)] for index in range(len(carry))),
+    )
 
 
 def _is_count(value: Any) -> bool:

@@ -169,7 +169,7 @@ def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None],
     view = engine.view
     if not engine.makes_weights:
         loaded = read(None)
-        engine.give(view.stack(nested(loaded.variables)))
+        engine.given_variables = view.stack(nested(loaded.variables))
         run = loaded.run
     else:
         variables = engine.load(None)
@@ -209,7 +209,7 @@ def model_config(model: Any, engine: Engine) -> dict[str, Any]:
         "module": module_config(engine.given_module),
         "end_of_turn": None if tokenizer is None else tokenizer.end_of_turn,
         "pretrained": described and {"config": described.config, "generation_config": described.generation_config},
-        "compile": model.get_compile_config() if model.compiled and hasattr(model, "get_compile_config") else None,
+        "compile": model.get_compile_config(),
     }
 
 
@@ -219,7 +219,7 @@ def contents(engine: Engine) -> Contents:
     Args:
         engine: The model's engine.
     """
-    variables, state, saved, view = engine.load(None), engine.current, engine.pending, engine.view
+    variables, state, saved, view = engine.load(None), engine.current, engine.waiting.run, engine.view
     accumulation = 1 if engine.compiled is None else engine.compiled.accumulation
     exact: Mapping[str, np.ndarray] = {}
     facts: dict[str, Any] = {}

@@ -15,6 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         *(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag),
         "--xla_force_host_platform_device_count=8",
+        # Tests are mostly compilation, of programs that run for milliseconds: machine code as it comes takes half the
+        # time. Partitioning, fusion and buffers are decided before, and stay what they are.
+        "--xla_backend_optimization_level=0",
     ]
 )
 os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -29,16 +29,15 @@ from tools.keras_shaped_models import substituted
 # Test (a part of its node id) to the reason why it cannot hold here.
 IN_WORDS = "load_model of an Orbax folder; what OrbaxCheckpoint writes describes a Flax module in words only"
 SKIPPED: dict[str, str] = {
-    "BackupAndRestoreCallbackTest::test_best_case_step": "counts the batches of the interrupted epoch twice, which Keras "
-    "starts again; here the fit goes on behind the batch that was saved",
+    "BackupAndRestoreCallbackTest::test_best_case_step": "counts the batches of the interrupted epoch twice, which "
+    "Keras starts again; here the fit goes on behind the batch that was saved",
     "CSVLoggerTest::test_stop_training_csv": "wants the nan that Keras validates to after it applied an infinite "
     "update; here such an update changes no weights, and the log says inf",
     "OrbaxCheckpointTest::test_checkpoint_loading_via_saving_api": IN_WORDS,
     "OrbaxCheckpointTest::test_comprehensive_model_state_restoration": IN_WORDS,
     "OrbaxCheckpointTest::test_distributed_checkpoint": f"{IN_WORDS}; layouts of keras.distribution",
     "OrbaxCheckpointTest::test_checkpoint_with_assets": "files of Keras' preprocessing layers; no Flax module has any",
-    "OrbaxCheckpointTest::test_training_resumption_1": IN_WORDS,
-    "OrbaxCheckpointTest::test_training_resumption_2": "compile(steps_per_execution=2): must be 1",
+    "OrbaxCheckpointTest::test_training_resumption": IN_WORDS,
     "SwapEMAWeightsTest::test_swap_ema_weights": "SwapEMAWeights: not there yet",
 }
 NEEDS_TENSORFLOW = "tensorboard_test"

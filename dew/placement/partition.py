@@ -7,6 +7,7 @@ same records at every process count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dew.arrays import PyTree
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import AXES, BATCH_AXES, batch_divisor
-from dew.tree import map_named
+from dew.tree import path_name
 
 __all__ = ["DataPartition", "batch_sharding", "data_partition", "shard_batch"]
 
@@ -91,23 +92,29 @@ def _row_shards(mesh: Mesh) -> dict[int, set[int]]:
     return rows
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+@functools.lru_cache(maxsize=64)
+def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
     """The sharding of a batch array: rows over data, expert and fsdp, other dimensions whole.
 
     Args:
         mesh: A mesh with the six axes.
+        leading: Dimensions before the rows.
     """
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    return NamedSharding(mesh, PartitionSpec(axes[0] if len(axes) == 1 else axes) if axes else PartitionSpec())
+    if not axes:
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(*[None] * leading, axes[0] if len(axes) == 1 else axes))
 
 
-def shard_batch(mesh: Mesh, host_batch: PyTree) -> PyTree:
+def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> PyTree:
     """Assemble this process's share of a batch into global arrays.
 
     Args:
         mesh: A mesh with the six axes.
         host_batch: Tree of host arrays `[rows of this share, ...]`; a scalar is replicated. The arrays are copied, so
             the caller may reuse its buffers.
+        is_stacked: Whether the arrays are several batches, `[batches, rows of this share, ...]`; a vector `[batches]`
+            is then replicated.
 
     Returns:
         The tree of global arrays, rows over data, expert and fsdp.
@@ -115,24 +122,38 @@ def shard_batch(mesh: Mesh, host_batch: PyTree) -> PyTree:
     Raises:
         ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
     """
-    divisor = batch_divisor(mesh)
-    count = data_partition(mesh).count
-    rows, whole = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
-
-    def assemble(path: str, leaf: Any) -> jax.Array:
+    lead = int(is_stacked)
+    is_alone = jax.process_count() == 1
+    divisor, count = batch_divisor(mesh), 1 if is_alone else data_partition(mesh).count
+    arrays, places = [], []
+    flat, structure = jax.tree_util.tree_flatten_with_path(host_batch)
+    for path, leaf in flat:
         # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
         local = np.array(leaf, copy=True)
-        if local.ndim == 0:
-            return jax.make_array_from_process_local_data(whole, local, ())
-        shape = (local.shape[0] * count, *local.shape[1:])
-        if shape[0] % divisor or shape[0] == 0:
-            below = shape[0] // divisor * divisor
-            works = [str(size) for size in (below, below + divisor) if size]
-            axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
-            raise ValueError(
-                f"Batch {path or 'array'!r} has {shape[0]} global rows, which do not divide over the {divisor} row "
-                f"shards of the mesh ({axes}). Use a batch of {' or '.join(works)} rows."
-            )
-        return jax.make_array_from_process_local_data(rows, local, shape)
+        if local.ndim > lead:
+            _check_rows(mesh, path, local.shape[lead] * count, divisor)
+        arrays.append(local)
+        places.append(batch_sharding(mesh, leading=lead) if local.ndim > lead else NamedSharding(mesh, PartitionSpec()))
+    if is_alone:
+        # One call for the whole tree: a call per leaf is most of what a small step costs the host.
+        return jax.tree.unflatten(structure, jax.device_put(arrays, places))
 
-    return map_named(assemble, host_batch)
+    def assemble(local: np.ndarray, place: NamedSharding) -> jax.Array:
+        shape = list(local.shape)
+        if local.ndim > lead:
+            shape[lead] *= count
+        return jax.make_array_from_process_local_data(place, local, tuple(shape))
+
+    return jax.tree.unflatten(structure, [assemble(*pair) for pair in zip(arrays, places, strict=True)])
+
+
+def _check_rows(mesh: Mesh, path: Any, rows: int, divisor: int) -> None:
+    if rows % divisor == 0 and rows:
+        return
+    below = rows // divisor * divisor
+    works = [str(size) for size in (below, below + divisor) if size]
+    axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
+    raise ValueError(
+        f"Batch {path_name(path) or 'array'!r} has {rows} global rows, which do not divide over the {divisor} row "
+        f"shards of the mesh ({axes}). Use a batch of {' or '.join(works)} rows."
+    )

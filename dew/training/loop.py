@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,26 +56,29 @@ class Loop:
     before it, so keep a copy (`jax.tree.map(jnp.copy, ...)`) of what must outlive it.
 
     Args:
-        start: Dispatches a step: a function of (state, host batch, microstep) giving the next
-            state, statistics, whether an update was applied, and the next microstep.
+        start: Dispatches steps: a function of (state, host batches, microstep) giving the next
+            state, statistics and whether an update was applied, stacked where there are several batches.
         place: Moves an assigned state to where the steps expect it.
         state: The state to begin with; the loop owns it from here.
+        accumulation: Batches per update.
         nonfinite_limit: Stop after this many consecutive losses that are not finite; None
             never stops.
     """
 
     def __init__(
         self,
-        start: Callable[[TrainState, Mapping[str, Any], int], tuple[TrainState, dict[str, Ratio], jax.Array, int]],
+        start: Callable[[TrainState, Sequence[Mapping[str, Any]], int], tuple[TrainState, dict[str, Ratio], jax.Array]],
         place: Callable[[TrainState], TrainState],
         state: TrainState,
         *,
+        accumulation: int = 1,
         nonfinite_limit: int | None = 5,
     ):
         if nonfinite_limit is not None and nonfinite_limit < 1:
             raise ValueError(f"nonfinite_limit must be at least 1 or None. Received: {nonfinite_limit}.")
         self._start = start
         self._place = place
+        self._accumulation = accumulation
         self._nonfinite_limit = nonfinite_limit
         self._nonfinite_in_a_row = 0
         self._in_flight: collections.deque[StepResult] = collections.deque()
@@ -114,19 +117,20 @@ class Loop:
             yield self.step(batch)
         self.drain()
 
-    def step(self, batch: Mapping[str, Any]) -> StepResult:
-        """Start the step of one host batch.
+    def step(self, *batches: Mapping[str, Any]) -> StepResult:
+        """Start the step of one host batch, or the steps of several like ones as one program.
 
         Args:
-            batch: A host batch.
+            batches: Host batches.
 
         Returns:
-            Its result, usually before the device is done.
+            The result, usually before the device is done; numbers of several batches are stacked.
         """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        state, statistics, applied, microstep = self._start(self._state, batch, self._microstep)
-        self._state, self._microstep, self._step = state, microstep, self._step + 1
+        self._state, statistics, applied = self._start(self._state, batches, self._microstep)
+        self._microstep = (self._microstep + len(batches)) % self._accumulation
+        self._step += len(batches)
         result = StepResult(self._step, statistics, applied)
         self._in_flight.append(result)
         return result
@@ -138,11 +142,15 @@ class Loop:
 
     def _retire(self) -> None:
         result = self._in_flight.popleft()
-        loss = float(np.asarray(result.statistics["loss"].total))  # waits for this old step only
-        self._nonfinite_in_a_row = 0 if math.isfinite(loss) else self._nonfinite_in_a_row + 1
-        if self._nonfinite_limit is not None and self._nonfinite_in_a_row >= self._nonfinite_limit:
-            raise NonFiniteLossError(
-                f"The loss was not finite for {self._nonfinite_in_a_row} consecutive steps, the last one step "
-                f"{result.step} with {loss}. The weights are those before the first of them. Lower the learning "
-                "rate or clip the gradient (clip_norm=1.0)."
-            )
+        if self._nonfinite_limit is None:
+            jax.block_until_ready(result.applied)
+            return
+        losses = np.atleast_1d(np.asarray(result.statistics["loss"].total))  # waits for this old step only
+        for offset, loss in enumerate(losses, result.step - len(losses) + 1):
+            self._nonfinite_in_a_row = 0 if math.isfinite(loss) else self._nonfinite_in_a_row + 1
+            if self._nonfinite_in_a_row >= self._nonfinite_limit:
+                raise NonFiniteLossError(
+                    f"The loss was not finite for {self._nonfinite_in_a_row} consecutive steps, the last one step "
+                    f"{offset} with {loss}. The weights are those before the first of them. Lower the learning "
+                    "rate or clip the gradient (clip_norm=1.0)."
+                )

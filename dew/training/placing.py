@@ -77,6 +77,7 @@ def state_shardings(layout: Layout, mesh: Mesh, state: TrainState, variables: An
         opt_state=follow(state.opt_state),
         key=whole,
         accumulator=accumulator,
+        carry=jax.tree.map(lambda _: whole, state.carry),
     )
 
 

@@ -40,6 +40,7 @@ class TrainState(struct.PyTreeNode):
         opt_state: State of the optimizer.
         key: Raw data of the run's root random key; it never changes.
         accumulator: An `Accumulator`, the sums of the open window; None when every batch is an update.
+        carry: What a step of the user's own hands on; None for the engine's steps.
     """
 
     # The same structure also holds shapes or shardings in place of arrays.
@@ -50,6 +51,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     key: Any
     accumulator: Any = None
+    carry: Any = None
 
     @property
     def params(self) -> Any:

@@ -10,14 +10,15 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
@@ -30,10 +31,11 @@ from dew.training.evaluate import pooled_statistics
 from dew.training.loop import Loop
 from dew.training.optimizer import as_optimizer
 from dew.training.placing import abstract_state, place_variables, plain, state_shardings
+from dew.training.programs import StepPrograms
 from dew.training.report import Report
 from dew.training.resume import restore_state, saved_items
 from dew.training.state import TrainState, new_state
-from dew.training.step import accumulate_step, commit_step, evaluation_step, update_step
+from dew.training.step import StepFunction
 
 
 class Trainer:
@@ -48,9 +50,14 @@ class Trainer:
         accumulation: Batches per optimizer update; their totals and masses are summed and
             divided once.
         checkpoints: Where runs are saved and resumed from; None saves nothing.
+        step: A pure function of (state, batch) that gives the next state, ratios by name and whether an update was
+            applied, in place of the engine's own step; None for that one.
+        carry: Arrays that such a step hands on in `TrainState.carry`; a checkpoint does not keep them.
+        is_eager: Run operation by operation instead of compiling, so that prints and debuggers see values.
 
     Raises:
-        ValueError: If the optimizer's name is unknown or `accumulation` is not positive.
+        ValueError: If the optimizer's name is unknown, `accumulation` is not positive, or a step of your own is to be
+            accumulated.
         TypeError: If `optimizer` is neither a name nor an optax transformation.
     """
 
@@ -64,9 +71,16 @@ class Trainer:
         layout: Layout | None = None,
         accumulation: int = 1,
         checkpoints: Checkpoints | None = None,
+        step: StepFunction | None = None,
+        carry: Any = None,
+        is_eager: bool = False,
     ):
         if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
             raise ValueError(f"accumulation must be a positive integer. Received: accumulation={accumulation!r}.")
+        if step is not None and accumulation > 1:
+            raise ValueError(
+                f"A step of your own applies its updates itself: use accumulation=1. Received: {accumulation=}."
+            )
         self.objective = objective
         self.optimizer = as_optimizer(optimizer)
         self.key = key
@@ -74,6 +88,7 @@ class Trainer:
         self.accumulation = accumulation
         self.checkpoints = checkpoints
         self._mesh_given = mesh
+        self._step, self._carry, self._is_eager = step, carry, is_eager
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -143,7 +158,10 @@ class Trainer:
         """
         if self.checkpoints is None or self.checkpoints.latest() is None:
             return None
-        return restore_state(self.checkpoints, self._abstract_state, self._shardings, self.stacks, self.accumulation)
+        state, position = restore_state(
+            self.checkpoints, self._abstract_state, self._shardings, self.stacks, self.accumulation
+        )
+        return self._with_carry(state), position
 
     def save(self, state: TrainState, position: Any = None) -> None:
         """Start saving a state; the write goes on in the background.
@@ -167,7 +185,9 @@ class Trainer:
             state: What `place` returned; the loop owns it from here.
             nonfinite_limit: Stop after this many consecutive losses that are not finite.
         """
-        return Loop(self._start, self._placed_state, state, nonfinite_limit=nonfinite_limit)
+        return Loop(
+            self._start, self._placed_state, state, accumulation=self.accumulation, nonfinite_limit=nonfinite_limit
+        )
 
     def evaluate(self, variables: Any, batches: Iterable[Mapping[str, Any]]) -> dict[str, Ratio]:
         """Score held-out batches; one total over one mass for the pass.
@@ -199,7 +219,7 @@ class Trainer:
         """
         placed = self.place_batch(batch)
         with self.context():
-            return self._evaluation(variables, placed, self._evaluation_key)
+            return self._programs.evaluate(variables, placed, self._evaluation_key)
 
     def place_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Prepare a host batch and split its rows over the mesh.
@@ -235,7 +255,7 @@ class Trainer:
             self._abstract_state,
             self._shardings,
         )
-        step = self._update if self.accumulation == 1 else self._commit
+        step = self._programs.of_microstep(self.accumulation - 1)
         with self.context():
             return step.lower(state, jax.tree.map(shape, self.objective.prepare(batch)))
 
@@ -329,7 +349,8 @@ class Trainer:
 
     @functools.cached_property
     def _abstract_state(self) -> TrainState:
-        return abstract_state(plain(self._abstract_variables), self.optimizer, self.accumulation)
+        state = abstract_state(plain(self._abstract_variables), self.optimizer, self.accumulation)
+        return state.replace(carry=jax.eval_shape(lambda: self._carry))
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
@@ -346,7 +367,11 @@ class Trainer:
             else:
                 variables = place_variables(variables, self._abstract_state.variables, shardings.variables)
             rest = self._make_rest(variables["params"], jax.random.key_data(jax.random.fold_in(seed, 1)))
-            return rest.replace(variables=variables)
+            return self._with_carry(rest.replace(variables=variables))
+
+    def _with_carry(self, state: TrainState) -> TrainState:
+        """Give a state the first value of what a step of the user's own hands on."""
+        return state.replace(carry=jax.tree.map(jnp.array, self._carry))
 
     @functools.cached_property
     def _initialise(self) -> Any:
@@ -361,7 +386,7 @@ class Trainer:
             # A copy, or an optimizer that keeps the parameters would share their donated memory.
             return jax.tree.map(jnp.copy, state.replace(variables={}))
 
-        return jax.jit(rest, out_shardings=self._shardings.replace(variables={}))
+        return jax.jit(rest, out_shardings=self._shardings.replace(variables={}, carry=None))
 
     def _placed_state(self, state: TrainState) -> TrainState:
         """Move the leaves of an assigned state that are not where the steps expect them."""
@@ -372,45 +397,32 @@ class Trainer:
         return jax.tree.map(move, state, self._shardings)
 
     def _start(
-        self, state: TrainState, batch: Mapping[str, Any], microstep: int
-    ) -> tuple[TrainState, dict[str, Ratio], jax.Array, int]:
-        placed = self.place_batch(batch)
-        last = microstep + 1 == self.accumulation
-        step = self._update if self.accumulation == 1 else self._commit if last else self._accumulate
+        self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int
+    ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
+        if len(batches) == 1:
+            placed = self.place_batch(batches[0])
+            with self.context():
+                return self._programs.one(state, placed, microstep)
+        prepared = [self.objective.prepare(batch) for batch in batches]
+        placed = shard_batch(self.mesh, jax.tree.map(lambda *leaves: np.stack(leaves), *prepared), is_stacked=True)
         with self.context():
-            state, statistics, applied = step(state, placed)
-        return state, statistics, applied, 0 if last else microstep + 1
+            return self._programs.several(state, placed)
 
     @functools.cached_property
-    def _update(self) -> Any:
-        return self._compiled(update_step(self.objective, self.optimizer, self._shardings.params))
-
-    @functools.cached_property
-    def _accumulate(self) -> Any:
-        return self._compiled(accumulate_step(self.objective, self._shardings.params))
-
-    @functools.cached_property
-    def _commit(self) -> Any:
-        return self._compiled(commit_step(self.objective, self.optimizer, self._shardings.params))
+    def _programs(self) -> StepPrograms:
+        return StepPrograms(
+            self.objective,
+            self.optimizer,
+            mesh=self.mesh,
+            shardings=self._shardings,
+            accumulation=self.accumulation,
+            step=self._step,
+            is_eager=self._is_eager,
+        )
 
     @functools.cached_property
     def _evaluation_key(self) -> jax.Array:
         return jax.random.key_data(jax.random.key(self.key))
-
-    @functools.cached_property
-    def _evaluation(self) -> Any:
-        step = evaluation_step(self.objective)
-        return jax.jit(
-            lambda variables, batch, key: step(variables, batch, jax.random.wrap_key_data(key)),
-            out_shardings=self._whole,
-        )
-
-    def _compiled(self, step: Any) -> Any:
-        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, self._whole, self._whole))
-
-    @property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
 
 
 def position_of(stream: Any) -> Any:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from dew.placement.partition import DataPartition
-from dew_keras.inputs import ArraySource, RowSharing, SlicedSource, keras_source
+from dew_keras.inputs import ArraySource, RowSharing
+from dew_keras.streams import SlicedSource, keras_source
 from tests.dew_keras.nets import rows, twins
 
 ON_EIGHT = RowSharing(divisor=8)
@@ -56,7 +57,7 @@ def test_processes_take_disjoint_shares_of_the_same_batches():
 def test_repeated_rows_keep_the_statistics_of_a_short_batch():
     x = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
     source = keras_source(x, batch_size=8, sharing=ON_EIGHT)
-    source.repeats_rows = True
+    source.filling = "repeats"
     (_, first), (count, last) = taken(source)
     assert (len(first["x"]), count, len(last["x"])) == (8, 3, 24)
     np.testing.assert_allclose(last["x"].mean(0), x[8:].mean(0), rtol=1e-6)

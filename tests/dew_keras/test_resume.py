@@ -26,7 +26,7 @@ Y = np.eye(3, dtype="float32")[np.arange(COUNT) % 3]
 MESH = {"data": 2, "fsdp": 4}
 
 
-def build(mesh=MESH, accumulation=4, **arguments):
+def build(mesh=MESH, accumulation=4, seed=3, **arguments):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     settings = {
@@ -34,7 +34,7 @@ def build(mesh=MESH, accumulation=4, **arguments):
         "loss": loss,
         "metrics": ["mae", keras.metrics.AUC(name="auc")],
     }
-    model = dew_keras.Model(Regularised(), seed=3)
+    model = dew_keras.Model(Regularised(), seed=seed)
     model.compile(**settings | {"mesh": mesh, "accumulation": accumulation} | arguments)
     return model
 
@@ -102,7 +102,7 @@ def assert_goes_on(got, want, first, exact=True):
 def test_backup_and_restore_resumes_exactly(tmp_path, save_freq, fail_at, mesh):
     with pytest.raises(ZeroDivisionError):
         train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), save_freq), Spy(fail_at)])
-    got = train(build(mesh), [keras.callbacks.BackupAndRestore(str(tmp_path), save_freq), Spy()])
+    got = train(build(mesh, seed=8), [keras.callbacks.BackupAndRestore(str(tmp_path), save_freq), Spy()])
     done = {4: (1, 2), 5: (1, 4), 6: (0, 6), "epoch": (2, 0)}[save_freq]
     assert_goes_on(got, uninterrupted(), done, exact=mesh == MESH)
     assert not list(tmp_path.glob("*"))
@@ -162,13 +162,13 @@ def test_saved_between_fits_and_loaded_goes_on(tmp_path):
     model = build()
     train(model, epochs=2)
     model.save_weights(path)
-    early = build()
+    early = build(seed=8)  # the file's seed and key count
     early.load_weights(path)  # before weights, masters and moments exist
     late = build()
     late.fit(X, Y, BATCH, 1, 0)  # all of it exists
     late.load_weights(path)
     late.save_weights(tmp_path / "b.weights.h5")
-    again = dew_keras.Model(Regularised(), seed=3)
+    again = dew_keras.Model(Regularised(), seed=8)
     again.load_weights(tmp_path / "b.weights.h5")  # before compile
     again.compile(**build()._engine.compiled.arguments)
     for other in (early, late, again):
@@ -247,6 +247,31 @@ SOURCES = {
 def _six():
     numbers = stream()
     return [next(numbers) for _ in range(6)]
+
+
+class OwnStep(dew_keras.Model):
+    """Keeps a metric of its own, which Keras hands on from batch to batch."""
+
+    def train_step(self, state, data):
+        """Train on a batch as the base class does."""
+        return super().train_step(state, data)
+
+
+@pytest.mark.parametrize("kind, per_execution", [(dew_keras.Model, 3), (OwnStep, 1)])
+def test_other_forms_of_steps_resume_exactly(tmp_path, kind, per_execution):
+    data = {"x": np.tile(X, (3, 1))[:64], "y": np.tile(Y, (3, 1))[:64], "batch_size": 8}
+
+    def model():
+        made = kind(Linear(), seed=2)
+        made.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"], steps_per_execution=per_execution, mesh=MESH)
+        return made
+
+    want = train(model(), [Spy()], epochs=2, **data)
+    last = {3: (1, 5), 1: (1, 6)}[per_execution]
+    with pytest.raises(ZeroDivisionError):
+        train(model(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy(last)], epochs=2, **data)
+    got = train(model(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy()], epochs=2, **data)
+    assert_goes_on(got, want, (1, last[1] + 1))
 
 
 def test_metrics_that_keras_numbers_anew_keep_their_sums():

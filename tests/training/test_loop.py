@@ -109,7 +109,7 @@ def test_a_step_is_traced_once_and_reads_nothing_back(monkeypatch):
             float(loop.state.step)  # the guard works
         loop.step(batch())
         loop.step(batch())
-    assert run._update._cache_size() == 1
+    assert run._programs._update._cache_size() == 1
 
 
 def test_the_state_can_be_replaced_between_steps():
