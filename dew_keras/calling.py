@@ -115,18 +115,18 @@ class ModuleCall:
         )
         return y_pred, updated, added
 
-    def output_shapes(self, x: Any) -> Any:
+    def output_shapes(self, variables: Any, x: Any) -> Any:
         """Compute the shapes of the outputs without running the module.
 
         Args:
+            variables: Shapes of its collections.
             x: Inputs of one row.
 
         Returns:
             A tree of shapes in the structure of the outputs.
         """
 
-        def run(x: Any) -> Any:
-            key = jax.random.key(0)
-            return self.apply(self.init(key, x), x, key=key, train=False)[0]
+        def run(variables: Any, x: Any) -> Any:
+            return self.apply(variables, x, key=jax.random.key(0), train=False)[0]
 
-        return jax.eval_shape(run, jax.tree.map(jnp.asarray, x))
+        return jax.eval_shape(run, variables, jax.tree.map(jnp.asarray, x))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
@@ -23,6 +24,7 @@ from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
+from dew.training.initialise import initialise
 from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
@@ -73,6 +75,7 @@ class Engine:
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
+        self._init: Any = None
         self._is_closed = False
 
     @property
@@ -163,7 +166,7 @@ class Engine:
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
         self.layout, self._storage = fresh.layout, fresh._storage
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = self._steps = None
+        self._trainer = self._objective = self._steps = self._init = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
@@ -224,8 +227,16 @@ class Engine:
         Args:
             example: A batch, for modules whose shapes depend on it.
         """
-        with self.context():
-            return jax.eval_shape(self._initialiser(example), jax.random.key(0))
+        return self._traced_init(example)[1]
+
+    def _traced_init(self, example: Mapping[str, Any] | None) -> tuple[Any, Any]:
+        """Return the function that draws variables and their shapes; the module is traced once for all uses."""
+        if self._init is None:
+            with self.context():
+                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
+            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
+        return self._init
 
     def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
         if self.is_language_model:
@@ -284,8 +295,7 @@ class Engine:
         if given is not None and example is None and not self.is_language_model:
             abstract = shapes_of(given)  # data will show the module's own
         else:
-            init = self._initialiser(example)
-            abstract = self.abstract_variables(example)
+            init, abstract = self._traced_init(example)
         shardings = self.placements(abstract)
         if given is not None:
             check_structure(given, plain(abstract))
@@ -293,9 +303,9 @@ class Engine:
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
         else:
-            make = jax.jit(lambda key: plain(init(key)), out_shardings=shardings)
+            key = jax.random.fold_in(jax.random.key(self.seed), 0)
             with self.context():
-                self._variables = make(jax.random.fold_in(jax.random.key(self.seed), 0))
+                self._variables = initialise(init, key, abstract, shardings, self.mesh)
         return self._variables
 
     def close(self) -> None:
@@ -411,9 +421,12 @@ class Engine:
         if example is None:
             raise ValueError("The objective follows from the data. Call fit or evaluate first.")
         call = ModuleCall(self._training_module())
+        init, shapes = self._traced_init(example)
         self._objective = bind_objective(
             call,
             example,
+            init=init,
+            variables=shapes,
             loss=compiled.loss,
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,

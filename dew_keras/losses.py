@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from dew.objectives.base import LossOutput, Ratio
+from dew.training.placing import plain
 from dew_keras.calling import ModuleCall
 from dew_keras.metrics import CROSS_ENTROPY, MetricSet, MetricSum
 from dew_keras.names import UniqueNames, display_name, unknown_name
@@ -205,7 +206,7 @@ def same_rank(first: Any, second: Any) -> tuple[Any, Any]:
     return (short, long) if swapped else (long, short)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class KerasObjective:
     """A Flax module under Keras losses and metrics.
 
@@ -213,7 +214,7 @@ class KerasObjective:
 
     Attributes:
         call: How the module is called.
-        example: A batch of one row, for shapes.
+        init: Makes fresh variables from a random key.
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
         names: Names of the outputs.
@@ -221,7 +222,7 @@ class KerasObjective:
     """
 
     call: ModuleCall
-    example: Mapping[str, Any]
+    init: Callable[[jax.Array], Any]
     losses: LossSet | None
     metrics: MetricSet
     names: tuple[str | None, ...]
@@ -231,14 +232,6 @@ class KerasObjective:
     def module(self) -> Any:
         """The Flax module under training."""
         return self.call.module
-
-    def init(self, key: jax.Array) -> Mapping[str, Any]:
-        """Make fresh variables.
-
-        Args:
-            key: Random key.
-        """
-        return self.call.init(key, jax.tree.map(jnp.asarray, self.example["x"]))
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Leave the batch as it is.
@@ -296,6 +289,8 @@ def bind_objective(
     call: ModuleCall,
     example: Mapping[str, Any],
     *,
+    init: Callable[[jax.Array], Any],
+    variables: Any,
     loss: Any,
     loss_weights: Any,
     metrics: Any,
@@ -307,6 +302,8 @@ def bind_objective(
     Args:
         call: How the module is called.
         example: A host batch as `fit` makes it.
+        init: Makes fresh variables from a random key.
+        variables: Shapes of the module's variables.
         loss: As `compile` takes it, or None.
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
@@ -320,7 +317,7 @@ def bind_objective(
         ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
     """
     example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
-    names, predictions = flatten_outputs(call.output_shapes(example["x"]))
+    names, predictions = flatten_outputs(call.output_shapes(plain(variables), example["x"]))
     targets = align_targets(example.get("y"), names, "y")
     outputs = [
         Output(name, tuple(prediction.shape), None if target is None else tuple(np.shape(target)))
@@ -331,7 +328,7 @@ def bind_objective(
     losses = None if loss is None else LossSet(loss, loss_weights, outputs)
     return KerasObjective(
         call=call,
-        example=example,
+        init=init,
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
         names=tuple(names),

@@ -28,6 +28,7 @@ from dew.placement.partition import batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
+from dew.training.initialise import initialise
 from dew.training.loop import Loop
 from dew.training.optimizer import as_optimizer
 from dew.training.placing import abstract_state, place_variables, plain, state_shardings
@@ -363,7 +364,8 @@ class Trainer:
         seed = jax.random.key(self.key)
         with self.context():
             if variables is None:
-                variables = self._initialise(jax.random.fold_in(seed, 0))
+                init, key = self.objective.init, jax.random.fold_in(seed, 0)
+                variables = initialise(init, key, self._abstract_variables, shardings.variables, self.mesh)
             else:
                 variables = place_variables(variables, self._abstract_state.variables, shardings.variables)
             rest = self._make_rest(variables["params"], jax.random.key_data(jax.random.fold_in(seed, 1)))
@@ -372,10 +374,6 @@ class Trainer:
     def _with_carry(self, state: TrainState) -> TrainState:
         """Give a state the first value of what a step of the user's own hands on."""
         return state.replace(carry=jax.tree.map(jnp.array, self._carry))
-
-    @functools.cached_property
-    def _initialise(self) -> Any:
-        return jax.jit(lambda key: plain(self.objective.init(key)), out_shardings=self._shardings.variables)
 
     @functools.cached_property
     def _make_rest(self) -> Any:
