@@ -338,18 +338,20 @@ class LossTracker(MetricsList):
     """Keras' mean of the loss, which also lists the metrics of `compile` where callbacks with mode="auto" look.
 
     Args:
-        compiled: Gives the metrics of `compile`.
+        engine: The model's engine, which knows them once a batch showed the outputs.
     """
 
-    def __init__(self, compiled: Callable[[], list[Any]]) -> None:
+    def __init__(self, engine: Any) -> None:
         keras.metrics.Metric.__init__(self, name="loss")
         self._mean = keras.metrics.Mean(name="loss")
-        self._compiled = compiled
+        self._engine = engine
 
     @property
     def metrics(self) -> list[Any]:
         """The metrics of `compile`; they know whether more or less is better."""
-        return self._compiled()
+        known = getattr(self._engine.bound_objective, "metrics", None)
+        language = () if self._engine.compiled is None else self._engine.compiled.language_metrics
+        return [*([] if known is None else known.metrics), *map(language_metric, language)]
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add losses to the mean."""

@@ -60,6 +60,20 @@ class Compiled:
     per_execution: int = 1
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def check_length(self, max_length: int | None) -> None:
+        """Refuse rows that are longer than the model reads.
+
+        Args:
+            max_length: Most positions of the module; None when it has no such limit.
+
+        Raises:
+            ValueError: If `sequence_length` is above it.
+        """
+        if max_length is not None and (self.sequence_length or 0) > max_length:
+            raise ValueError(
+                f"The model reads at most {max_length} positions. Received: sequence_length={self.sequence_length}"
+            )
+
 
 def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is_pretrained: bool) -> Compiled:
     """Check what `compile` was given and resolve what needs no data.

@@ -28,7 +28,7 @@ from dew.training.initialise import initialise
 from dew.training.placing import plain
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
-from dew_keras.callbacks import RunningLogs, language_metric
+from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
@@ -143,11 +143,6 @@ class Engine:
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, precision[0])
-        if self.is_language_model and (compiled.sequence_length or 0) > module.max_length:
-            raise ValueError(
-                f"The model reads at most {module.max_length} positions. "
-                f"Received: sequence_length={compiled.sequence_length}"
-            )
         new_mesh = as_mesh(mesh)
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
@@ -159,7 +154,7 @@ class Engine:
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
-        keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
+        keeps_moments = self.compiled is not None and self.compiled.optimizer.is_same(compiled.optimizer)
         if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
@@ -292,6 +287,7 @@ class Engine:
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
         given = None if self.given_variables is None else plain(self.given_variables)
+        init: Any = None
         if given is not None and example is None and not self.is_language_model:
             abstract = shapes_of(given)  # data will show the module's own
         else:
@@ -367,11 +363,9 @@ class Engine:
             self.seed = saved.seed
 
     def _adopt_waiting(self) -> None:
-        if self.compiled is None:
-            return
         variables = self.given_variables if self.variables is None else self.variables
-        seed = self.waiting.adopt(self.compiled.optimizer, self.view, variables)
-        self.seed = self.seed if seed is None else seed
+        if self.compiled is not None and self.waiting.adopt(self.compiled.optimizer, self.view, variables):
+            self.seed = self.waiting.seed
 
     def _continued(self, state: TrainState, saved: SavedRun) -> TrainState | None:
         trainer = self.trainer(None)
@@ -390,12 +384,6 @@ class Engine:
     def bound_objective(self) -> Any:
         """The objective, or None before a batch showed the outputs."""
         return self._objective
-
-    def compiled_metrics(self) -> list[Any]:
-        """List the Keras metric objects of `compile` once a batch showed the outputs, and a language model's own."""
-        known = getattr(self._objective, "metrics", None)
-        language = () if self.compiled is None else self.compiled.language_metrics
-        return [*([] if known is None else known.metrics), *map(language_metric, language)]
 
     def objective(self, example: Mapping[str, Any] | None) -> Any:
         """Return what is trained, binding losses and metrics to the outputs the first time.
@@ -533,9 +521,7 @@ class Engine:
         assert compiled is not None, "verbs check that the model is compiled"
         with InterruptGate() as gate:
             if self.state is None:
-                with gate.hold():
-                    # The loop will consume the variables: from here the state owns them.
-                    self.state, self._variables = trainer.place(self.load(example)), None
+                self.state, self._variables = trainer.place(self.load(example)), None  # the loop will consume them
             state = self._with_window(self.state, trainer)
             saved, progress = self.waiting.begin()
             if saved is not None:
@@ -558,8 +544,7 @@ class Engine:
                 yield run
                 loop.drain()
             finally:
-                with gate.hold():
-                    self.state, self._run = loop.state, None
+                self.state, self._run = loop.state, None
 
     def _take_average(self) -> None:
         """Make the weights their moving average, where the optimizer keeps one and has made an update."""
@@ -613,10 +598,3 @@ class Engine:
         placed = shard_batch(self.mesh, {"x": batch["x"]})
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
-
-
-def _same_optimizer(old: Compiled, new: Compiled) -> bool:
-    first, second = old.optimizer.public, new.optimizer.public
-    if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
-        return first.transformation is second.transformation
-    return first is second

@@ -57,7 +57,7 @@ class Model(StepMethods, WeightVerbs):
                 f"Model needs a Flax Linen module, or use Model.from_preset(source). Received: module={module!r}"
             )
         self._engine = Engine(module, preset=_preset, variables=variables, seed=seed, model=self)
-        self._loss_tracker = LossTracker(self._engine.compiled_metrics)
+        self._loss_tracker = LossTracker(self._engine)
         self.tokenizer = tokenizer
         self.name = name or type(module).__name__
         self.history: Any = None
@@ -216,6 +216,7 @@ class Model(StepMethods, WeightVerbs):
         compiled = resolve_compile(
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
+        compiled.check_length(getattr(self.module, "max_length", None))
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
             self._updates = 0

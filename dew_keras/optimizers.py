@@ -117,6 +117,17 @@ class CompiledOptimizer:
         self._seen_rate = array
         return float(array)
 
+    def is_same(self, other: CompiledOptimizer) -> bool:
+        """Say whether another one was made of the same object, which keeps its state.
+
+        Args:
+            other: As another `compile` left it.
+        """
+        first, second = self.public, other.public
+        if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
+            return first.transformation is second.transformation
+        return first is second
+
     def take_rate(self, rate: float | None) -> None:
         """Show a rate that the training state has already, without passing it on as an assignment.
 

@@ -41,7 +41,13 @@ class WaitingRun:
         if self.run is not None:
             self.run = dataclasses.replace(self.run, exact_variables={})
 
-    def adopt(self, optimizer: CompiledOptimizer, view: StackView, variables: Any) -> int | None:
+    @property
+    def seed(self) -> int:
+        """What the run shuffles arrays by."""
+        assert self.run is not None, "asked while a run waits"
+        return self.run.seed
+
+    def adopt(self, optimizer: CompiledOptimizer, view: StackView, variables: Any) -> bool:
         """Show the run's learning rate, or drop the run, after a warning, when it is another optimizer's.
 
         Args:
@@ -50,16 +56,16 @@ class WaitingRun:
             variables: The model's variables, or host arrays of their shapes.
 
         Returns:
-            The run's seed, or None when no run waits.
+            Whether a run of this optimizer waits.
         """
         if self.run is None:
-            return None
+            return False
         slots = jax.eval_shape(optimizer.build(view).init, shapes_of(variables["params"]))
         if not self.run.matches(layer_shapes(slots, view)):
             self.take(None)
-            return None
+            return False
         optimizer.take_rate(self.run.learning_rate)
-        return self.run.seed
+        return True
 
     def begin(self) -> tuple[SavedRun | None, Progress]:
         """Hand the run over to a fit that begins.

@@ -296,6 +296,16 @@ def test_every_kind_of_data_goes_on_with_its_next_batch(tmp_path, kind):
         assert data["x"].made == [0, 3, 4, 0, 1, 2, 3, 4]  # the first one shows the shapes
 
 
+def test_a_dataset_goes_on_in_its_first_epoch_without_making_what_was_read(tmp_path):
+    want = train(build(), epochs=2, x=Numbers())
+    with pytest.raises(ZeroDivisionError):
+        train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy((0, 2))], x=Numbers())
+    data = Numbers()
+    got = train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy()], epochs=2, x=data)
+    assert_goes_on(got, want, (0, 3))
+    assert data.made == [0, 3, 4, 0, 1, 2, 3, 4]
+
+
 def test_a_begun_generator_cannot_go_back_and_says_so(tmp_path):
     numbers = stream()
     with pytest.raises(ZeroDivisionError):
