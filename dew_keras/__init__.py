@@ -15,6 +15,7 @@ from dew.placement.mesh import MeshSpec
 from dew_keras.loading import load_model
 from dew_keras.model import Model
 from dew_keras.tensorboard import TensorBoard
+from dew_keras.token_metrics import Perplexity
 
 __all__ = [
     "Greedy",
@@ -22,6 +23,7 @@ __all__ = [
     "LayoutRefused",
     "MeshSpec",
     "Model",
+    "Perplexity",
     "Temperature",
     "TensorBoard",
     "TopK",

@@ -23,6 +23,7 @@ from keras.src.trainers.compile_utils import MetricsList
 from dew.placement.processes import is_primary
 from dew_keras.arguments import flat_callbacks
 from dew_keras.followers import followers
+from dew_keras.pooling import FED_ROWS, FedPass, MetricRows
 
 REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
@@ -65,9 +66,10 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array], MetricRows | None]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
+        self._rows: MetricRows | FedPass | None = None
         self._count = 0
 
     def start_with(self, sums: Mapping[str, Any]) -> None:
@@ -89,16 +91,18 @@ class RunningLogs:
         """Take what started steps report, and read what is surely done.
 
         Args:
-            statistics: Sums by name, on the device.
-            steps: Steps that ran as one program; their sums are stacked.
+            statistics: Sums by name, and the rows of metrics that are no sums, on the device.
+            steps: Steps that ran as one program; their sums and rows are stacked.
         """
+        sums = dict(statistics)
+        rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
         structure: Any
-        leaves, structure = jax.tree.flatten(dict(statistics))
+        leaves, structure = jax.tree.flatten(sums)
         if self._sums and structure != self._structure:
-            self._rename(statistics)
+            self._rename(sums)
         self._structure = structure
-        self._pending.append((steps, leaves))
+        self._pending.append((steps, leaves, rows))
         self._count += 1
         while len(self._pending) > MAX_PENDING:
             self._fold()
@@ -131,23 +135,35 @@ class RunningLogs:
     def so_far(self) -> Callable[[], dict[str, float]]:
         """Return what computes the means over the steps until now, whenever it is called."""
         count, pending, sums = self._count, tuple(self._pending), self._sums
+        if self._rows is not None or any(rows is not None for _, _, rows in pending):
+            # Metric objects that are fed rows cannot go back to an earlier batch.
+            found = self.values()
+            return lambda: found
 
         def values() -> dict[str, float]:
             if self._count == count:
                 return self.values()
             found = sums
-            for steps, leaves in pending:
+            for steps, leaves, _ in pending:
                 found = _added(found, leaves, steps)
             return self._reported(found)
 
         return values
 
     def _fold(self) -> None:
-        steps, leaves = self._pending.popleft()
+        steps, leaves, rows = self._pending.popleft()
         self._sums = _added(self._sums, leaves, steps)
+        if rows is not None:
+            rows = jax.tree.map(np.asarray, rows)
+            for step in range(steps):
+                one = rows if steps == 1 else jax.tree.map(lambda leaf, step=step: leaf[step], rows)
+                self._rows = one if self._rows is None else self._rows + one
 
     def _reported(self, sums: list[np.ndarray]) -> dict[str, float]:
-        return self._report(jax.tree.unflatten(self._structure, sums)) if sums else {}
+        if not sums:
+            return {}
+        statistics = jax.tree.unflatten(self._structure, sums)
+        return self._report(statistics if self._rows is None else {**statistics, FED_ROWS: self._rows})
 
 
 def _added(sums: list[np.ndarray], leaves: list[jax.Array], steps: int) -> list[np.ndarray]:

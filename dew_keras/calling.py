@@ -62,7 +62,7 @@ class ModuleCall:
         ]
         if isinstance(x, Mapping) and set(x) <= set(self._parameters):
             return (), dict(x)
-        if isinstance(x, tuple | list) and 1 < len(x) <= len(names):
+        if isinstance(x, tuple | list) and 1 <= len(x) <= len(names):
             return tuple(x), {}
         return (x,), {}
 

@@ -419,6 +419,7 @@ class Engine:
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
+            loss_tracker=self._model._loss_tracker,
             compute_loss=self._model.compute_loss if "compute_loss" in self.overrides else None,
         )
         return self._objective
@@ -550,8 +551,7 @@ class Engine:
         """Make the weights their moving average, where the optimizer keeps one and has made an update."""
         assert self._run is not None, "called while a fit runs"
         loop, state = self._run.loop, self._run.loop.state
-        # Before the first update the average is still zeros.
-        if self._run.optimizer.finalizes_average and int(state.opt_state.count):
+        if self._run.optimizer.finalizes_average and int(state.opt_state.count):  # until an update it is zeros
             average = jax.tree.map(jnp.copy, state.opt_state.slots["average"])
             loop.state = state.replace(variables={**state.variables, "params": average})
 

@@ -144,8 +144,7 @@ class Model(StepMethods, WeightVerbs):
         compiled = self._check_compiled("metrics_names")
         if compiled.language_metrics:
             return ["loss", *compiled.language_metrics]
-        known = getattr(self._engine.bound_objective, "metrics", None)
-        return ["loss", *(known.names if known is not None else [])]
+        return getattr(self._engine.bound_objective, "keys", ["loss"])
 
     def count_batches(self, updates: int) -> None:
         """Note how many updates have been started, for `optimizer.iterations`.

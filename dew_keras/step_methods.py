@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from dew_keras.outputs import align_targets, flatten_outputs
 
-if TYPE_CHECKING:
-    from dew_keras.engine import Engine
-
 
 class StepMethods:
     """One step of training, evaluation and prediction, in pieces that a subclass may replace."""
 
-    _engine: Engine
+    _engine: Any
     _step_key: Any = None
     _loss_tracker: Any
 
@@ -91,9 +88,9 @@ class StepMethods:
             A scalar. Loss terms that the module sowed are added by the step.
         """
         objective = self._engine.bound_objective
-        names, predictions = flatten_outputs(y_pred)
-        targets = align_targets(y, names, "y")
-        weights = align_targets(sample_weight, names, "sample_weight")
+        paths, predictions = flatten_outputs(y_pred)
+        targets = align_targets(y, paths, "y")
+        weights = align_targets(sample_weight, paths, "sample_weight")
         return objective.losses.values(targets, predictions, weights, None)[0]
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
@@ -108,9 +105,9 @@ class StepMethods:
         Returns:
             The numbers by name, over the pass so far.
         """
-        names, predictions = flatten_outputs(y_pred)
-        targets = align_targets(y, names, "y")
-        weights = align_targets(sample_weight, names, "sample_weight")
+        paths, predictions = flatten_outputs(y_pred)
+        targets = align_targets(y, paths, "y")
+        weights = align_targets(sample_weight, paths, "sample_weight")
         self._engine.bound_objective.metrics.update(targets, predictions, weights)
         return self.get_metrics_result()
 

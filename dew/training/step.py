@@ -134,7 +134,7 @@ def evaluation_step(objective: Objective) -> Callable[[Any, Any, jax.Array], Sta
 
 
 def statistics(output: LossOutput) -> Statistics:
-    """Collect what a batch reports, in float32.
+    """Collect what a batch reports, numbers in float32 and arrays as they are.
 
     Args:
         output: What the objective said.
@@ -143,7 +143,7 @@ def statistics(output: LossOutput) -> Statistics:
         "loss" first, then the metrics by name.
     """
     ratios = {"loss": output.loss, **output.metrics}
-    return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), ratios)
+    return jax.tree.map(lambda value: value if jnp.ndim(value) else jnp.asarray(value, jnp.float32), ratios)
 
 
 def _step_key(state: TrainState) -> jax.Array:
