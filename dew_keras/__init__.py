@@ -14,6 +14,7 @@ from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec
 from dew_keras.loading import load_model
 from dew_keras.model import Model
+from dew_keras.tensorboard import TensorBoard
 from dew_keras.token_metrics import Perplexity
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Model",
     "Perplexity",
     "Temperature",
+    "TensorBoard",
     "TopK",
     "TopP",
     "load_model",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,8 +67,17 @@ class LatestLogs:
 
     def values(self) -> dict[str, float]:
         """Return the last batch's numbers, sorted by name, waiting for the device."""
-        host = jax.device_get(dict(self._latest))
-        return {name: float(value) if np.ndim(value) == 0 else value for name, value in sorted(host.items())}
+        return self.so_far()()
+
+    def so_far(self) -> Callable[[], dict[str, float]]:
+        """Return what reads this batch's numbers, whenever it is called."""
+        latest = dict(self._latest)
+
+        def values() -> dict[str, float]:
+            host = jax.device_get(latest)
+            return {name: float(value) if np.ndim(value) == 0 else value for name, value in sorted(host.items())}
+
+        return values
 
 
 class CustomSteps:

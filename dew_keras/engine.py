@@ -34,6 +34,7 @@ from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
+from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
 from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun, Pass
@@ -515,34 +516,34 @@ class Engine(RestoresRuns):
         trainer = self.trainer(example)
         compiled = self.compiled
         assert compiled is not None, "verbs check that the model is compiled"
-        if self.state is None:
-            state = trainer.place(self.load(example))
-            self._variables = None  # the loop consumes them
-        else:
+        with InterruptGate() as gate:
+            if self.state is None:
+                self.state, self._variables = trainer.place(self.load(example)), None  # the loop will consume them
             kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
-            state = windowed_state(kept, trainer)
-        self._is_recompiled = False
-        saved, progress = self.waiting.begin()
-        if saved is not None:
-            state = self._continued(state, saved) or state
-        loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
-        self.state = None
-        self._run = FitRun(
-            loop=loop,
-            optimizer=compiled.optimizer,
-            training=self._training,
-            scoring=self.scoring,
-            accumulation=compiled.accumulation,
-            per_execution=compiled.per_execution,
-            finish=self._take_average,
-            progress=progress,
-        )
-        try:
-            with self.lent():
-                yield self._run
-            loop.drain()
-        finally:
-            self.state, self._run = loop.state, None
+            self.state = state = windowed_state(kept, trainer)
+            self._is_recompiled = False
+            saved, progress = self.waiting.begin()
+            if saved is not None:
+                state = self._continued(state, saved) or state
+            loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
+            run = FitRun(
+                loop=loop,
+                gate=gate,
+                optimizer=compiled.optimizer,
+                training=self._training,
+                scoring=self.scoring,
+                accumulation=compiled.accumulation,
+                per_execution=compiled.per_execution,
+                finish=self._take_average,
+                progress=progress,
+            )
+            try:
+                self._run, self.state = run, None
+                with self.lent():
+                    yield run
+                loop.drain()
+            finally:
+                self.state, self._run = loop.state, None
 
     def lent(self) -> contextlib.AbstractContextManager[None]:
         """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,8 +20,14 @@ import numpy as np
 from dew.training.loop import Loop
 from dew_keras.callbacks import MAX_PENDING, Hooks, Logs
 from dew_keras.inputs import Batch, Source
+from dew_keras.interrupts import InterruptGate
 from dew_keras.optimizers import CompiledOptimizer
 from dew_keras.progress import Progress
+
+_NOT_FINITE = (
+    "The loss of epoch {epoch} is {loss}. Steps whose loss or gradient is not finite change no weights, and training "
+    "goes on as in Keras. Stop it with keras.callbacks.TerminateOnNaN(), lower the learning rate, or clip the gradient."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +76,7 @@ class FitRun:
 
     Attributes:
         loop: The engine's loop.
+        gate: Holds an interrupt back while a step replaces the weights.
         optimizer: Whose rate is copied into the state when it was assigned.
         training: Begins a pass over the training data.
         scoring: Begins a pass over held-out data.
@@ -78,6 +87,7 @@ class FitRun:
     """
 
     loop: Loop
+    gate: InterruptGate
     optimizer: CompiledOptimizer
     training: Callable[[], Pass]
     scoring: Callable[[], Pass]
@@ -112,11 +122,15 @@ def run_fit(
     model.count_batches(int(run.loop.state.step))
     hooks.begin("train")
     logs: dict[str, float] = {}
+    warned = False
     # BackupAndRestore writes the epoch to go on with when training begins.
     first = run.progress.begin(source, model._initial_epoch or initial_epoch, initial_epoch)
     for epoch in range(first, epochs):
         hooks.epoch_begin(epoch)
         logs = _train_epoch(run, model, source, hooks, epoch)
+        if not warned and not model.stop_training and not math.isfinite(logs.get("loss", 0.0)):
+            warned = True
+            warnings.warn(_NOT_FINITE.format(epoch=epoch + 1, loss=logs["loss"]), stacklevel=3)
         if validation is not None and validation.is_due(epoch):
             found = run_evaluate(
                 run.scoring(),
@@ -188,7 +202,8 @@ def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
     # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
     is_one = len(batches) == run.per_execution and _are_alike(batches)
     for group in [batches] if is_one else [[batch] for batch in batches]:
-        result = run.loop.step(*(batch.data for batch in group))
+        with run.gate.hold():
+            result = run.loop.step(*(batch.data for batch in group))
         logs.add(result.statistics, steps=len(group))
         model.count_batches(result.step)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dew.data.text import Tokenizer
@@ -17,22 +19,36 @@ from dew_keras.archive import write_archive
 from dew_keras.engine import Engine
 from dew_keras.layer_arrays import host_layers, layer_shapes, onto
 from dew_keras.module_config import module_config
+from dew_keras.orbax_weights import OrbaxVerbs, load_orbax_weights
 from dew_keras.run_state import run_arrays, run_facts
 from dew_keras.saving import Loaded, is_archive, load_weights, save_model, save_weights
+from dew_keras.snapshots import WeightSnapshot, host_leaves
 from dew_keras.weights_file import Contents
 
 
-class WeightVerbs:
+class WeightVerbs(OrbaxVerbs):
     """Weights on the host and in files, by per-layer names whatever the storage."""
 
     _engine: Engine
     tokenizer: Tokenizer | None
+    _keeps_on_devices = False
     count_batches: Callable[[int], None]
 
-    def get_weights(self) -> list[np.ndarray]:
+    def get_weights(self) -> Sequence[np.ndarray]:
         """Copy every variable to the host, one array per layer and weight, sorted by path."""
-        engine = self._engine
-        return list(named_leaves(nested(dict(host_layers(engine.load(None), engine.view)))).values())
+        variables = self._engine.load(None)
+        if self._keeps_on_devices:
+            return WeightSnapshot(variables, self._engine.view)
+        return host_leaves(variables, self._engine.view)
+
+    @contextlib.contextmanager
+    def weights_on_devices(self) -> Iterator[None]:
+        """Let `get_weights` give a `WeightSnapshot`, whose items are copied to the host only when they are read."""
+        self._keeps_on_devices = True
+        try:
+            yield
+        finally:
+            self._keeps_on_devices = False
 
     def set_weights(self, weights: Any) -> None:
         """Assign what `get_weights` returned; takes effect on the next step, also from a hook.
@@ -41,10 +57,20 @@ class WeightVerbs:
             weights: Arrays in the order of `get_weights`.
 
         Raises:
+            TypeError: If it is no sequence of arrays.
             ValueError: If their number or a shape differs.
         """
         engine = self._engine
+        if isinstance(weights, str | bytes) or not hasattr(weights, "__len__") or not hasattr(weights, "__iter__"):
+            raise TypeError(
+                f"set_weights needs a list of arrays, as get_weights gives. Received: weights={weights!r} of type "
+                f"{type(weights).__name__}"
+            )
         variables = engine.load(None)
+        if isinstance(weights, WeightSnapshot) and weights.fits(variables):
+            # Copied again: training consumes what is assigned, and the snapshot may be used once more.
+            engine.assign(jax.tree.map(jnp.copy, weights.variables))
+            return
         shapes = layer_shapes(variables, engine.view)
         names = list(named_leaves(nested({name: name for name in shapes})))
         if len(weights) != len(names):
@@ -105,23 +131,31 @@ class WeightVerbs:
         save_weights(filepath, contents(self._engine), overwrite=overwrite)
 
     def load_weights(self, filepath: Any, skip_mismatch: bool = False) -> None:
-        """Read what `save_weights`, or `save` as a `.keras` file, wrote.
+        """Read what `save_weights`, `save` as a `.keras` file, or `keras.callbacks.OrbaxCheckpoint` wrote.
 
         The weights are assigned; a run in the file is gone on with: at once while a fit runs, else by the next fit,
         before `compile` too. That fit leaves out the batches that were consumed when it begins in the file's epoch and
         reads the same batches. A run of another optimizer is left out with a warning.
 
         Args:
-            filepath: A path that ends in `.weights.h5` or `.keras`.
-            skip_mismatch: Leave out variables whose shape differs or that one side lacks, and their optimizer state.
+            filepath: A path that ends in `.weights.h5` or `.keras`; or the folder of an `OrbaxCheckpoint`, or one step
+                in it, of which the weights alone are read, the latest ones.
+            skip_mismatch: Leave out variables whose shape differs or that one side lacks, and their optimizer state;
+                not with a folder.
 
         Raises:
             FileNotFoundError: If there is no such file.
             ValueError: If names or shapes differ; nothing is changed.
         """
-        if skip_mismatch and not self._engine.makes_weights:
-            self._engine.load(None)  # says how to make the weights that could be compared
-        adopt(self, self._engine, lambda shapes: load_weights(filepath, shapes, skip_mismatch=skip_mismatch))
+        engine = self._engine
+        if Path(filepath).is_dir():
+            if skip_mismatch:
+                raise ValueError("skip_mismatch goes with a file, not with a folder of OrbaxCheckpoint.")
+            engine.assign(load_orbax_weights(Path(filepath), engine.load(None), engine.view))
+            return
+        if skip_mismatch and not engine.makes_weights:
+            engine.load(None)  # says how to make the weights that could be compared
+        adopt(self, engine, lambda shapes: load_weights(filepath, shapes, skip_mismatch=skip_mismatch))
 
 
 def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None], Loaded]) -> None:
