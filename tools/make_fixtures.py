@@ -20,14 +20,24 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -53,12 +63,20 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 # Smaller, for the families that came later; windows of 8 tokens hide most of a row of 48.
 SMALL = SHAPE | {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
-QWEN2 = {name: value for name, value in SMALL.items() if name != "head_dim"}
+NARROW = {name: value for name, value in SMALL.items() if name != "head_dim"}
 WINDOWED = SMALL | {"sliding_window": 8, "query_pre_attn_scalar": 12}
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
 }
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [1.5, 8.0],
+}
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # theirs lie outside the vocabulary
 GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 FIXTURES = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
@@ -83,7 +101,7 @@ FIXTURES = {
     "qwen2": (
         Qwen2ForCausalLM,
         lambda: Qwen2Config(
-            **QWEN2,
+            **NARROW,
             use_sliding_window=True,
             sliding_window=8,
             max_window_layers=1,
@@ -101,6 +119,39 @@ FIXTURES = {
     "gemma3_text": (
         Gemma3ForCausalLM,
         lambda: Gemma3TextConfig(**WINDOWED, layer_types=GEMMA3_KINDS, rope_parameters=GEMMA3_ROPE),
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        lambda: SmolLM3Config(**NARROW, **NO_TOKENS, no_rope_layer_interval=2, rope_parameters=PLAIN),
+    ),
+    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(**NARROW, **NO_TOKENS, rope_parameters=PLAIN)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        lambda: Olmo3Config(
+            **NARROW,
+            **NO_TOKENS,
+            sliding_window=8,
+            layer_types=GEMMA3_KINDS,
+            rope_parameters={"sliding_attention": PLAIN, "full_attention": YARN},
+        ),
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        lambda: GraniteConfig(
+            **NARROW,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "phi3": (
+        Phi3ForCausalLM,
+        lambda: Phi3Config(
+            **NARROW, **NO_TOKENS, sliding_window=16, original_max_position_embeddings=16, rope_parameters=PHI3_ROPE
+        ),
     ),
 }
 SCALINGS = {
@@ -165,10 +216,12 @@ def randomise(model, generator, sharpness):
             value = 0.3 * draw
         elif "embed_tokens" in name:
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
-            value = value / weight.shape[1] ** 0.5 if gemma else value
+            value = (
+                value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
+            )
         else:
             value = draw / math.sqrt(weight.shape[1])
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
                 value = value * math.sqrt(sharpness)
         weight.data.copy_(value)
 

@@ -148,17 +148,24 @@ def eps_times_ten(module, variables):
     return with_norms(module, eps=10 * module.norm.eps), variables
 
 
-def norms_swapped(module, variables, first="input_layernorm", second="post_attention_layernorm"):
+def norms_swapped(module, variables):
     view = stack_view(module)
     params = view.unstack(variables)["params"]
     for index in range(len(module.layers)):
         layer = params[f"layers_{index}"]
-        layer[first], layer[second] = layer[second], layer[first]
+        first = "input_layernorm" if "input_layernorm" in layer else "post_feedforward_layernorm"
+        layer[first], layer["post_attention_layernorm"] = layer["post_attention_layernorm"], layer[first]
     return module, view.stack({"params": params})
 
 
 def outer_norms_swapped(module, variables):
-    return norms_swapped(module, variables, "post_attention_layernorm", "post_feedforward_layernorm")
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        layer[names[0]], layer[names[1]] = layer[names[1]], layer[names[0]]
+    return module, view.stack({"params": params})
 
 
 def head_norms_swapped(module, variables):
@@ -191,9 +198,44 @@ def window_one_shorter(module, variables):
     return with_attention(module, lambda spec: {"window": spec.window and spec.window - 1}), variables
 
 
-def windows_everywhere(module, variables):
-    other = with_attention(module, lambda spec: {"window": 8})  # equal layers now, which are stored together
+def stored_for(other, module, variables):
+    """A model whose layers have become equal, or different, with the variables in its own banks."""
     return other, stack_view(other).stack(stack_view(module).unstack(variables))
+
+
+def windows_everywhere(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"window": 8}), module, variables)
+
+
+def rotary_everywhere(module, variables):
+    rotary = module.layers[0].attention.rotary
+    return stored_for(with_attention(module, lambda spec: {"rotary": rotary}), module, variables)
+
+
+def full_residuals(module, variables):
+    return with_layers(module, lambda layer: dataclasses.replace(layer, residual_scale=1.0)), variables
+
+
+def neighbours_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"interleaved": True}), variables
+
+
+def whole_heads_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"fraction": 1.0, "scaling": None}), variables
+
+
+def short_factors(module, variables):
+    def change(spec):
+        scaling = spec.rotary.scaling
+        return {"scaling": dataclasses.replace(scaling, long_factor=scaling.short_factor)}
+
+    return with_rotary(module, change), variables
+
+
+def unsharpened_rotary(module, variables):
+    return with_rotary(
+        module, lambda spec: {"scaling": dataclasses.replace(spec.rotary.scaling, attention_factor=1.0)}
+    ), variables
 
 
 def biases_dropped(module, variables):

@@ -5,13 +5,27 @@
 
 from typing import Any
 
-from dew.pretrained.families import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
+from dew.pretrained.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from dew.pretrained.families.family import Family
 from dew.pretrained.source import CheckpointError
 from dew.tree import closest
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3)
 }
 
 

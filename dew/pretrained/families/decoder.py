@@ -1,7 +1,7 @@
 """Config fields that most families of decoders share, in both directions.
 
-Entry points: `attention_of`, `mlp_of`, `windows_of`, `arguments_of` read; `model_config`, `layer_config`,
-`kinds_config` write. A family's file says what differs: defaults, norms, biases, and fields of its own.
+Entry points: `attention_of`, `mlp_of`, `windows_of`, `arguments_of` read; `model_config`,
+`layer_config`, `kinds_config` write. A family's file says what differs: defaults, norms, biases, and fields of its own.
 """
 
 import dataclasses

@@ -4,9 +4,7 @@ from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.embed import HeadSpec
-from dew.nn.rope import RotarySpec
 from dew.pretrained.families.decoder import (
-    LAYER_KINDS,
     arguments_of,
     attention_of,
     kinds_config,
@@ -20,8 +18,7 @@ from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.gemma import NEUTRAL, embedding_of, norm_of
 from dew.pretrained.families.gemma2 import query_scalar
-from dew.pretrained.families.rotary import rotary_of, write_rotary
-from dew.pretrained.source import CheckpointError
+from dew.pretrained.families.rotary import read_rotaries, write_rotaries
 
 # Base of each kind of layer, and the field that states it where no rotary parameters do.
 BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
@@ -39,7 +36,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         qk_norm=norm,
         scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
     )
-    window, rotary = fields.optional_count("sliding_window", 4096), read_rotaries(fields, max_length)
+    window, rotary = fields.optional_count("sliding_window", 4096), read_rotaries(fields, max_length, BASES)
     # Older configs state the period instead of the kinds, and the reference still writes it beside them.
     period = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
     count = fields.count("num_hidden_layers")
@@ -58,27 +55,6 @@ def translate(fields: Fields) -> dict[str, Any]:
     return arguments
 
 
-def read_rotaries(fields: Fields, max_length: int) -> dict[str, RotarySpec]:
-    """Read the rotary positions of both kinds of layers; an older `rope_scaling` is about full attention alone.
-
-    Raises:
-        CheckpointError: If the parameters are not one object per kind.
-    """
-    parameters, scaling = fields.get("rope_parameters", {}), fields.get("rope_scaling", {})
-    if not isinstance(parameters, dict) or not isinstance(scaling, dict) or not set(parameters) <= set(LAYER_KINDS):
-        raise CheckpointError(
-            f"{fields.where}: rope_parameters must hold objects for {' and '.join(LAYER_KINDS)}, rope_scaling be one. "
-            f"Received: rope_parameters={parameters!r}, rope_scaling={scaling!r}"
-        )
-    found = {}
-    for kind, (name, base) in BASES.items():
-        values = {"rope_theta": fields.get(name, base), **(parameters.get(kind) or {})}
-        if kind == "full_attention":
-            values |= scaling
-        found[kind] = rotary_of(values, max_length, fields.where)
-    return found
-
-
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Gemma3TextConfig`."""
     config = layer_config(
@@ -90,13 +66,9 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
         activation="hidden_activation",
     )
     kinds = kinds_config(module)
-    rotary: dict[str, Any] = {}
-    for kind, layer in zip(kinds["layer_types"], module.layers, strict=True):
-        written = write_rotary(layer.attention.rotary, module.max_length)
-        if rotary.setdefault(kind, written) != written:
-            raise ValueError(
-                f"the config states the rotary positions of {kind} once. Received: {rotary[kind]}, {written}"
-            )
+    rotary = write_rotaries(
+        kinds["layer_types"], [layer.attention.rotary for layer in module.layers], module.max_length
+    )
     head = {"final_logit_softcapping": module.head.softcap}
     return {**model_config(module), **config, **kinds, "rope_parameters": rotary, **head}
 

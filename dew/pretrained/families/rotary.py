@@ -1,10 +1,11 @@
 """Rotary positions in a config: `rope_parameters`, or the older `rope_theta` beside `rope_scaling`.
 
-Entry points: `read_rotary`, `rotary_of` for one kind of layer, `write_rotary`.
+Entry points: `read_rotary` and `write_rotary`; `read_rotaries` and `write_rotaries` where kinds of layers differ.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from dew.nn.rope import (
@@ -61,7 +62,13 @@ _NAMES_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_rotary(
-    fields: Fields, max_length: int, *, default_theta: float = DEFAULT_THETA, partial: bool = False
+    fields: Fields,
+    max_length: int,
+    *,
+    default_theta: float = DEFAULT_THETA,
+    partial: bool = False,
+    kinds: Mapping[str, str] | None = None,
+    default_original: int | None = None,
 ) -> RotarySpec:
     """Read how a config rotates.
 
@@ -70,6 +77,8 @@ def read_rotary(
         max_length: Its longest context in tokens, what scalings that name no original context refer to.
         default_theta: Base of a config that states none.
         partial: Whether the family may rotate a part of each head.
+        kinds: Kinds of scaling that the family takes and what it means by them; None means all, as they are.
+        default_original: Original context that the config class has of its own.
 
     Raises:
         CheckpointError: If the kind of scaling or one of its fields is not known.
@@ -81,8 +90,13 @@ def read_rotary(
     values = dict(_mapping(older if parameters is None else parameters, fields))
     values.setdefault("rope_theta", fields.get("rope_theta", default_theta))
     values.setdefault("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    original = fields.get("original_max_position_embeddings", None)
-    if original is not None and values.get("rope_type", values.get("type")) in _NAMES_ORIGINAL:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kinds is not None:
+        if kind not in kinds:
+            raise CheckpointError(f"{fields.where}: rope_type={kind!r} is not supported; known: {', '.join(kinds)}.")
+        kind = values["rope_type"] = kinds[kind]
+    original = fields.get("original_max_position_embeddings", default_original)
+    if original is not None and kind in _NAMES_ORIGINAL:
         values["original_max_position_embeddings"] = original
     return rotary_of(values, max_length, fields.where, partial=partial)
 
@@ -104,6 +118,53 @@ def rotary_of(values: dict[str, Any], max_length: int, where: object, *, partial
     values.pop("type", None)
     scaling = None if kind == "default" else _scaling(kind, values, max_length, where)
     return RotarySpec(theta=theta, scaling=scaling, fraction=fraction)
+
+
+def read_rotaries(fields: Fields, max_length: int, bases: dict[str, tuple[str, float]]) -> dict[str, RotarySpec]:
+    """Read the rotary positions of each kind of layer; a `rope_scaling` beside them is about full attention alone.
+
+    Args:
+        fields: The config.
+        max_length: Its longest context in tokens.
+        bases: For each kind, the field that states its base where no parameters do, and the base without it.
+
+    Raises:
+        CheckpointError: If the parameters are not one object per kind.
+    """
+    parameters, scaling = fields.get("rope_parameters", {}), fields.get("rope_scaling", {})
+    if not isinstance(parameters, dict) or not isinstance(scaling, dict) or not set(parameters) <= set(bases):
+        raise CheckpointError(
+            f"{fields.where}: rope_parameters must hold objects for {' and '.join(bases)}, rope_scaling be one. "
+            f"Received: rope_parameters={parameters!r}, rope_scaling={scaling!r}"
+        )
+    found = {}
+    for kind, (name, base) in bases.items():
+        values = {"rope_theta": fields.get(name, base), **(parameters.get(kind) or {})}
+        if kind == "full_attention":
+            values |= scaling
+        found[kind] = rotary_of(values, max_length, fields.where)
+    return found
+
+
+def write_rotaries(kinds: list[str], specs: list[RotarySpec | None], max_length: int) -> dict[str, Any]:
+    """Write `rope_parameters` with one object per kind of layer; the inverse of `read_rotaries`.
+
+    Args:
+        kinds: Kind of each layer.
+        specs: Rotary positions of each layer.
+        max_length: Longest context of the config.
+
+    Raises:
+        ValueError: If layers of one kind differ.
+    """
+    written: dict[str, Any] = {}
+    for kind, spec in zip(kinds, specs, strict=True):
+        values = write_rotary(spec, max_length)
+        if written.setdefault(kind, values) != values:
+            raise ValueError(
+                f"the config states the rotary positions of {kind} once. Received: {written[kind]}, {values}"
+            )
+    return written
 
 
 def write_rotary(spec: RotarySpec | None, max_length: int, *, partial: bool = False) -> dict[str, Any]:
