@@ -50,8 +50,10 @@ def class_weights(y: Any, class_weight: Mapping[Any, float]) -> np.ndarray:
         float32 [rows].
 
     Raises:
-        ValueError: If y is missing or has several outputs.
+        ValueError: If y is missing or has several outputs, or `class_weight` is no mapping.
     """
+    if not isinstance(class_weight, Mapping):
+        raise ValueError(f"`class_weight` maps class numbers to weights. Received: class_weight={class_weight!r}")
     if not isinstance(y, np.ndarray):
         raise ValueError("`class_weight` needs y with a single output.")
     classes = y.argmax(axis=-1) if y.ndim > 1 and y.shape[-1] > 1 else y.reshape(len(y))
@@ -92,11 +94,15 @@ def count_rows(arrays: Mapping[str, Any]) -> int:
         arrays: Trees of arrays.
 
     Raises:
-        ValueError: If there are no rows or arrays differ.
+        ValueError: If there are no rows, arrays differ, or one has no dimension of rows.
     """
-    sizes = {
-        name: [leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(tree)] for name, tree in arrays.items()
-    }
+    lone = [name for name, tree in arrays.items() if any(leaf.ndim == 0 for leaf in jax.tree.leaves(tree))]
+    if lone:
+        raise ValueError(
+            f"Arrays need a dimension of rows, and {lone} hold lone numbers. Turn lists of numbers into one array: "
+            "numpy.asarray(y)."
+        )
+    sizes = {name: [leaf.shape[0] for leaf in jax.tree.leaves(tree)] for name, tree in arrays.items()}
     found = {size for values in sizes.values() for size in values}
     if len(found) > 1:
         text = ", ".join(f"'{name}' sizes: {', '.join(map(str, values))}" for name, values in sizes.items())

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from dew.placement.processes import is_primary
+from dew_keras.pooling import FED_ROWS, FedPass, MetricRows
 
 REDRAW_SECONDS = 0.05
 MAX_PENDING = 2
@@ -46,20 +47,23 @@ class RunningLogs:
 
     def __init__(self, report: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
         self._report = report
-        self._pending: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
+        self._pending: collections.deque[tuple[int, list[jax.Array], MetricRows | None]] = collections.deque()
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
+        self._rows: MetricRows | FedPass | None = None
 
     def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
         """Take what started steps report, and read what is surely done.
 
         Args:
-            statistics: Sums by name, on the device.
-            steps: Steps that ran as one program; their sums are stacked.
+            statistics: Sums by name, and the rows of metrics that are no sums, on the device.
+            steps: Steps that ran as one program; their sums and rows are stacked.
         """
+        sums = dict(statistics)
+        rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
-        leaves, self._structure = jax.tree.flatten(dict(statistics))
-        self._pending.append((steps, leaves))
+        leaves, self._structure = jax.tree.flatten(sums)
+        self._pending.append((steps, leaves, rows))
         while len(self._pending) > MAX_PENDING:
             self._fold()
 
@@ -77,14 +81,22 @@ class RunningLogs:
 
     def _fold(self) -> None:
         # Double precision: a float32 sum over an epoch would drift from the exact mean.
-        steps, leaves = self._pending.popleft()
+        steps, leaves, rows = self._pending.popleft()
         host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
         if steps > 1:
             host = [leaf.sum(axis=0) for leaf in host]
         self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
+        if rows is not None:
+            rows = jax.tree.map(np.asarray, rows)
+            for step in range(steps):
+                one = rows if steps == 1 else jax.tree.map(lambda leaf, step=step: leaf[step], rows)
+                self._rows = one if self._rows is None else self._rows + one
 
     def _reported(self) -> dict[str, float]:
-        return self._report(jax.tree.unflatten(self._structure, self._sums)) if self._sums else {}
+        if not self._sums:
+            return {}
+        statistics = jax.tree.unflatten(self._structure, self._sums)
+        return self._report(statistics if self._rows is None else {**statistics, FED_ROWS: self._rows})
 
 
 class LazyLogs(dict):

@@ -1,6 +1,6 @@
 """How a Flax module wants to be called: its inputs, its training flag, its random keys and its collections.
 
-Entry point: `ModuleCall`.
+Entry points: `ModuleCall`, `cast_floats`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ class ModuleCall:
     when the call has those parameters, a tuple or list by position when it has as many; anything else is passed as
     it is. What a module sows into "losses" is added to the loss.
 
+    Under a dtype policy, floating parameters and inputs are cast to the compute dtype at the call; gradients come
+    back in the dtype of the parameters. Batch statistics are neither cast nor kept narrower than the module does.
+
     Attributes:
         module: The module.
+        compute_dtype: What floating parameters and inputs are cast to; None leaves both.
+        variable_dtype: What floating parameters are kept in; None leaves it to the module.
     """
 
     module: Any
+    compute_dtype: str | None = None
+    variable_dtype: str | None = None
 
     def flags(self, train: bool) -> dict[str, bool]:
         """Return the keywords that tell the module whether it trains.
@@ -62,7 +69,7 @@ class ModuleCall:
         ]
         if isinstance(x, Mapping) and set(x) <= set(self._parameters):
             return (), dict(x)
-        if isinstance(x, tuple | list) and 1 < len(x) <= len(names):
+        if isinstance(x, tuple | list) and 1 <= len(x) <= len(names):
             return tuple(x), {}
         return (x,), {}
 
@@ -79,7 +86,8 @@ class ModuleCall:
         positional, keywords = self.arguments(x)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
-        return {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
+        kept = {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
+        return {**kept, **{n: cast_floats(kept[n], self.variable_dtype) for n in ("params",) if n in kept}}
 
     def apply(
         self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool
@@ -95,10 +103,12 @@ class ModuleCall:
         Returns:
             The outputs, the collections that training replaces, and the sum of the losses it added.
         """
-        positional, keywords = self.arguments(x)
+        positional, keywords = self.arguments(cast_floats(x, self.compute_dtype))
         rest = [name for name in variables if name != "params"]
         # A stream that is not named here falls back to "params" in Flax.
         rngs = {} if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
+        kept = variables
+        variables = {**variables, "params": cast_floats(variables.get("params", {}), self.compute_dtype)}
         y_pred, updated = self.module.apply(
             variables,
             *positional,
@@ -108,6 +118,9 @@ class ModuleCall:
             mutable=[*(rest if train else ()), ADDED_LOSSES],
         )
         updated = dict(updated)
+        for name in set(updated) & set(kept) if self.compute_dtype else ():
+            # Statistics computed from narrow activations stay in the dtype they are kept in.
+            updated[name] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), updated[name], kept[name])
         added = sum(
             (jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in jax.tree.leaves(updated.pop(ADDED_LOSSES, {}))),
             jnp.zeros((), jnp.float32),
@@ -129,3 +142,19 @@ class ModuleCall:
             return self.apply(variables, x, key=jax.random.key(0), train=False)[0]
 
         return jax.eval_shape(run, variables, jax.tree.map(jnp.asarray, x))
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """Cast the floating leaves of a tree; integers, booleans and random keys stay.
+
+    Args:
+        tree: Arrays.
+        dtype: The dtype, or None to leave the tree as it is.
+    """
+    if dtype is None:
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        return jnp.asarray(leaf, dtype) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)

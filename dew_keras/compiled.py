@@ -23,6 +23,7 @@ POLICIES: dict[str, tuple[str, str]] = {
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "mixed_bfloat16": ("bfloat16", "float32"),
+    "mixed_float16": ("float16", "float32"),
 }
 
 
@@ -83,7 +84,12 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
             "mesh='auto' is not available. Give a dict such as {'fsdp': 4, 'tensor': 2}, a MeshSpec, or None for all "
             "devices on data."
         )
-    optimizer = resolve_optimizer(given["optimizer"], is_language_model=is_language_model, is_pretrained=is_pretrained)
+    optimizer = resolve_optimizer(
+        given["optimizer"],
+        is_language_model=is_language_model,
+        is_pretrained=is_pretrained,
+        scales_loss=bool(given["auto_scale_loss"]) and resolve_policy(given["dtype"])[0] == "float16",
+    )
     if is_pretrained and (rate := high_rate(optimizer)) is not None:
         warnings.warn(
             f"A learning rate of {rate:g} is high for pretrained weights and may undo them; the default is 2e-5. "
@@ -145,10 +151,10 @@ def resolve_policy(dtype: Any) -> tuple[str | None, str | None]:
     """Turn a dtype policy into compute and storage dtypes.
 
     Args:
-        dtype: "auto" (the checkpoint's dtype), or a Keras policy name.
+        dtype: "auto" (the checkpoint's dtype, or what the module says), or a Keras policy or its name.
 
     Returns:
-        The two dtypes; None means the checkpoint's.
+        The two dtypes; None means the checkpoint's, or the module's own.
 
     Raises:
         ValueError: If the name is unknown.

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dew.training.state import TrainState
+from dew.training.optimizer import Optimizer, as_step_transformation
+from dew.training.state import TrainState, accumulation_dtype
 from dew_keras.step_methods import StepMethods
 
 STEPS = ("train_step", "test_step", "compute_metrics")
@@ -67,9 +68,9 @@ class CustomSteps:
         is_eager: Whether steps are run operation by operation.
     """
 
-    def __init__(self, model: Any, transformation: optax.GradientTransformation, *, is_eager: bool) -> None:
+    def __init__(self, model: Any, transformation: Optimizer, *, is_eager: bool) -> None:
         self._model = model
-        self._transformation = transformation
+        self._transformation = as_step_transformation(transformation)
         self._is_eager = is_eager
 
     def fresh_metrics(self) -> list[jax.Array]:
@@ -104,7 +105,7 @@ class CustomSteps:
         model, params = self._model, state.params
         rest = {name: tree for name, tree in state.variables.items() if name != "params"}
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        with self._tracing(key):
+        with self._tracing(key, state.opt_state):
             logs, new = _checked(
                 model.train_step((params, rest, state.opt_state, list(state.carry)), _data(batch)), "train_step", 4
             )
@@ -155,22 +156,44 @@ class CustomSteps:
             return self._model.predict_step((variables["params"], rest), (x,))[0]
 
     @contextlib.contextmanager
-    def _tracing(self, key: jax.Array | None) -> Iterator[None]:
-        """Give the model the step's random key, and its optimizer the pure update of the mesh."""
+    def _tracing(self, key: jax.Array | None, opt_state: Any = None) -> Iterator[None]:
+        """Give the model the step's random key, and its optimizer the loss scale and the pure update of the mesh."""
         model, optimizer = self._model, self._model._engine.optimizer
         before, model._step_key = model._step_key, key
         # Keras' own method needs variables that the object never makes here; a step written for Keras calls it.
         optimizer.stateless_apply = self._apply
+        optimizer.scale_loss = functools.partial(self._scaled, opt_state)
         try:
             yield
         finally:
             model._step_key = before
-            del optimizer.stateless_apply
+            del optimizer.stateless_apply, optimizer.scale_loss
+
+    def _scaled(self, opt_state: Any, loss: Any) -> Any:
+        read = self._transformation.loss_scale
+        return loss if read is None else loss * read(opt_state)
 
     def _apply(self, optimizer_variables: Any, gradients: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        updates, new = self._transformation.update(gradients, optimizer_variables, trainable_variables)
-        new = jax.tree.map(lambda leaf, old: jnp.asarray(leaf, old.dtype), new, optimizer_variables)
-        return optax.apply_updates(trainable_variables, updates), new
+        hooks = self._transformation
+
+        def update(gradients: Any) -> tuple[Any, Any]:
+            updates, new = hooks.update(gradients, optimizer_variables, trainable_variables)
+            new = jax.tree.map(lambda leaf, old: jnp.asarray(leaf, old.dtype), new, optimizer_variables)
+            return optax.apply_updates(trainable_variables, updates), new
+
+        if hooks.loss_scale is None:
+            return update(gradients)
+        inverse = 1 / hooks.loss_scale(optimizer_variables)
+        gradients = jax.tree.map(
+            lambda g, p: (g.astype(accumulation_dtype(g.dtype)) * inverse).astype(p.dtype),
+            gradients,
+            trainable_variables,
+        )
+        if hooks.reject is None:
+            return update(gradients)
+        reject = hooks.reject
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradients)]))
+        return jax.lax.cond(finite, update, lambda _: (trainable_variables, reject(optimizer_variables)), gradients)
 
 
 def _data(batch: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -24,15 +24,18 @@ from dew.placement.mesh import as_mesh, batch_divisor
 from dew.placement.partition import data_partition, shard_batch
 from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
+from dew.training.optimizer import as_step_transformation
 from dew.training.placing import plain
-from dew.training.state import TrainState, empty_accumulator
+from dew.training.state import TrainState
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
+from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
-from dew_keras.calling import ModuleCall
+from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
+from dew_keras.kept_state import conformed_state, shapes_of, windowed_state
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
@@ -60,6 +63,7 @@ class Engine:
         self.compiled: Compiled | None = None
         self.layout = Layout()
         self._mesh_given: Any = None
+        self._compute: str | None = None
         self._storage: str | None = None
         self._master = "float32"
         self._given_variables = variables
@@ -71,6 +75,7 @@ class Engine:
         self._steps: CustomSteps | None = None
         self._init: Any = None
         self._is_closed = False
+        self._is_recompiled = False
 
     @property
     def is_language_model(self) -> bool:
@@ -85,7 +90,13 @@ class Engine:
     @functools.cached_property
     def call(self) -> ModuleCall:
         """How the module is called."""
-        return ModuleCall(self.module)
+        return self._call_of(self.module)
+
+    def _call_of(self, module: Any) -> ModuleCall:
+        # A language model computes in its own dtype, and declares that of its parameters.
+        if self.is_language_model:
+            return ModuleCall(module)
+        return ModuleCall(module, compute_dtype=self._compute, variable_dtype=self._storage)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -141,10 +152,11 @@ class Engine:
         refuse_unsupported_axes(new_mesh, "Training a model")
         # Built first: what is refused must leave the model as it was.
         fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed, model=self._model)
-        fresh._mesh_given, fresh.layout, fresh._storage = new_mesh, layout or Layout(), precision[1]
+        fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
+        fresh._compute, fresh._storage = precision
         moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
         # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        known = fresh.abstract_variables() if self.is_language_model else _shapes(self.variables)
+        known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
@@ -153,15 +165,19 @@ class Engine:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
-        self.layout, self._storage = fresh.layout, fresh._storage
+        self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._trainer = self._objective = self._steps = self._init = None
         for name in ("mesh", "call", "predictor"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
             self._variables, self.state = self.state.variables, None
+        self._is_recompiled = True
         if moves:
             self._move(places)
+        if self.is_built and self._storage is not None:
+            params = cast_floats(self.variables["params"], self._storage)
+            self._set_variables({**self.variables, "params": params})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -182,12 +198,17 @@ class Engine:
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
         module = self._given_module
         if not self.is_language_model:
-            if remat is not None or dtype is not None:
+            if remat is not None:
                 raise ValueError(
-                    f"remat and dtype configure language models; {type(module).__name__} decides them in its own code. "
-                    f"Received: remat={remat!r}, dtype={dtype!r}"
+                    f"remat configures language models; {type(module).__name__} decides it in its own code, with "
+                    f"flax.linen.remat. Received: remat={remat!r}"
                 )
             return module
+        if dtype == "float16":
+            raise ValueError(
+                "dtype='mixed_float16' is not available for language models: masked attention scores and large "
+                "activations leave the range of float16. Use dtype='mixed_bfloat16', which needs no loss scale."
+            )
         changes = {} if dtype is None else {"dtype": dtype}
         if remat is not None:
             changes["remat"] = remat
@@ -287,6 +308,8 @@ class Engine:
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
+            if self._storage is not None and not self.is_language_model:
+                self._variables["params"] = cast_floats(self._variables["params"], self._storage)
         else:
             key = jax.random.fold_in(jax.random.key(self.seed), 0)
             with self.context():
@@ -315,20 +338,28 @@ class Engine:
         placed = jax.tree.map(
             lambda new, old: jax.device_put(jnp.asarray(new, old.dtype), old.sharding), variables, self.variables
         )
+        self._set_variables(placed)
+
+    def replace_state(self, state: TrainState) -> None:
+        """Replace the training state, also between two steps of a running fit.
+
+        Args:
+            state: A state in the structure of the current one.
+        """
         if self._run is not None:
-            self._run.loop.state = self._run.loop.state.replace(variables=placed)
-        elif self.state is not None:
-            self.state = self.state.replace(variables=placed)
+            self._run.loop.state = state
         else:
-            self._variables = placed
+            self.state = state
+
+    def _set_variables(self, variables: Any) -> None:
+        if self.current is None:
+            self._variables = variables
+        else:
+            self.replace_state(self.current.replace(variables=variables))
 
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        moved = jax.tree.map(jax.device_put, self.variables, places)
-        if self.state is not None:
-            self.state = self.state.replace(variables=moved)
-        else:
-            self._variables = moved
+        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
 
     @property
     def bound_objective(self) -> Any:
@@ -358,8 +389,12 @@ class Engine:
             )
         if example is None:
             raise ValueError("The objective follows from the data. Call fit or evaluate first.")
-        call = ModuleCall(self._training_module())
+        call = self._call_of(self._training_module())
         init, shapes = self._traced_init(example)
+        if self.is_language_model:
+            init = LanguageModel(self._training_module()).init  # in the dtype of the masters
+            with self.context():
+                shapes = jax.eval_shape(init, jax.random.key(0))
         self._objective = bind_objective(
             call,
             example,
@@ -369,6 +404,7 @@ class Engine:
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
+            loss_tracker=self._model._loss_tracker,
             compute_loss=self._model.compute_loss if "compute_loss" in self.overrides else None,
         )
         return self._objective
@@ -376,7 +412,7 @@ class Engine:
     @property
     def training_call(self) -> ModuleCall:
         """How the module is called in training, on its masters."""
-        return ModuleCall(self._training_module())
+        return self._call_of(self._training_module())
 
     @property
     def optimizer(self) -> Any:
@@ -396,6 +432,9 @@ class Engine:
             compiled = self.compiled
             assert compiled is not None, "verbs check that the model is compiled"
             objective, transformation = self.objective(example), compiled.optimizer.build(self.view)
+            if compiled.optimizer.accumulation > 1 and not isinstance(objective, LanguageModel):
+                # Where the Keras optimizer accumulates, every batch of a Keras loss weighs the same.
+                transformation = as_step_transformation(transformation)._replace(averages_batches=True)
             if self.overrides & set(STEPS):
                 self._steps = CustomSteps(self._model, transformation, is_eager=compiled.is_eager)
             self._trainer = Trainer(
@@ -473,10 +512,11 @@ class Engine:
             state = trainer.place(self.load(example))
             self._variables = None  # the loop consumes them
         else:
-            state = self._with_window(self.state, trainer)
+            kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
+            state = windowed_state(kept, trainer)
+        self._is_recompiled = False
         loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
         self.state = None
-        compiled.optimizer.claim()
         self._run = FitRun(
             loop=loop,
             optimizer=compiled.optimizer,
@@ -487,27 +527,19 @@ class Engine:
             finish=self._take_average,
         )
         try:
-            yield self._run
+            with self.lent():
+                yield self._run
             loop.drain()
         finally:
             self.state, self._run = loop.state, None
 
-    def _take_average(self) -> None:
-        """Make the weights their moving average, where the optimizer keeps one and has made an update."""
-        assert self._run is not None, "called while a fit runs"
-        loop, state = self._run.loop, self._run.loop.state
-        # Before the first update the average is still zeros.
-        if self._run.optimizer.finalizes_average and int(state.opt_state.count):
-            average = jax.tree.map(jnp.copy, state.opt_state.slots["average"])
-            loop.state = state.replace(variables={**state.variables, "params": average})
+    def lent(self) -> contextlib.AbstractContextManager[None]:
+        """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""
+        return lent(None if self.compiled is None else self.compiled.optimizer, self)
 
-    def _with_window(self, state: TrainState, trainer: Trainer) -> TrainState:
-        """Give a kept state the sums of an empty window, where the compiled accumulation needs them."""
-        if trainer.accumulation == 1 or state.accumulator is not None:
-            return state
-        shapes = _shapes(state.params)
-        make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
-        return state.replace(accumulator=make())
+    def _take_average(self) -> None:
+        assert self._run is not None, "called while a fit runs"
+        self._run.loop.state = self._run.optimizer.finished(self._run.loop.state)
 
     @functools.cached_property
     def predictor(self) -> Any:
@@ -546,15 +578,8 @@ class Engine:
             return self.predictor(self.variables, placed["x"])
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
 def _same_optimizer(old: Compiled, new: Compiled) -> bool:
-    first, second = old.optimizer.public, new.optimizer.public
-    if isinstance(first, OptaxHandle) and isinstance(second, OptaxHandle):
-        return first.transformation is second.transformation
-    return first is second
+    return old.optimizer.given is new.optimizer.given
 
 
 def _check_structure(given: Any, wanted: Any) -> None:

@@ -174,15 +174,16 @@ def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
 
 def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
     """Start training steps with the learning rate that was assigned last."""
-    rate = run.optimizer.changed_rate()
-    if rate is not None:
-        run.loop.state = run.loop.state.with_learning_rate(rate)
+    state = run.loop.state
+    fresh = run.optimizer.with_rates(state)
+    if fresh is not state:
+        run.loop.state = fresh
     # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
     is_one = len(batches) == run.per_execution and _are_alike(batches)
     for group in [batches] if is_one else [[batch] for batch in batches]:
         result = run.loop.step(*(batch.data for batch in group))
         logs.add(result.statistics, steps=len(group))
-        model.count_batches(result.step // run.accumulation)
+        model.count_batches(result.step)
 
 
 def _are_alike(batches: list[Batch]) -> bool:

@@ -15,12 +15,25 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+# There is no public way to read what a loss leaves out, as ignore_class does.
+from keras.src.backend import get_keras_mask
+
 from dew.objectives.base import LossOutput, Ratio
 from dew.training.placing import plain
-from dew_keras.calling import ModuleCall
-from dew_keras.metrics import CROSS_ENTROPY, MetricSet, MetricSum
+from dew_keras.calling import ModuleCall, cast_floats
+from dew_keras.metrics import CROSS_ENTROPY, MetricSet, read_mean
 from dew_keras.names import UniqueNames, display_name, unknown_name
-from dew_keras.outputs import Output, align_targets, broadcast_rows, flatten_outputs, per_output, target_kind
+from dew_keras.outputs import (
+    Output,
+    Path,
+    align_targets,
+    broadcast_rows,
+    flatten_outputs,
+    output_names,
+    per_output,
+    target_kind,
+)
+from dew_keras.pooling import is_function_of_keras, scores_rows_alone
 
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -30,7 +43,7 @@ class FunctionLoss(keras.losses.Loss):
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(name=name, reduction="sum_over_batch_size")
-        self.function = function
+        self.fn = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Compute the losses per row.
@@ -40,7 +53,7 @@ class FunctionLoss(keras.losses.Loss):
             y_pred: Predictions.
         """
         y_true, y_pred = same_rank(y_true, y_pred)
-        return self.function(y_true, y_pred)
+        return self.fn(y_true, y_pred)
 
 
 def loss_names() -> list[str]:
@@ -87,8 +100,20 @@ def _named_loss(name: str, kind: str) -> Any:
 class _Term:
     loss: keras.losses.Loss
     weight: float | None
-    output: int
+    output: Output
+    index: int
     key: str
+
+    def refuse_padding(self) -> None:
+        """Say no to padding where it would change the loss of the rows that are none; traced."""
+        with jax.ensure_compile_time_eval():
+            fits = scores_rows_alone(_function(self.loss), self.output)
+        if not fits:
+            raise ValueError(
+                f"The loss {self.loss.name!r} does not give each row a number of its own, so rows that only fill a "
+                "batch up cannot be left out of it. Return one number per row, or use a batch_size that divides the "
+                "rows and is a multiple of the mesh's row shards."
+            )
 
 
 class LossSet:
@@ -104,8 +129,8 @@ class LossSet:
     """
 
     def __init__(self, loss: Any, loss_weights: Any, outputs: Sequence[Output]) -> None:
-        losses = per_output(loss, outputs, "loss", default=None)
-        weights = per_output(loss_weights, outputs, "loss_weights", default=None)
+        losses = per_output(loss, outputs, "loss")
+        weights = per_output(loss_weights, outputs, "loss_weights")
         names = UniqueNames()
         self._terms: list[_Term] = []
         for index, (item, weight) in enumerate(zip(losses, weights, strict=True)):
@@ -113,11 +138,16 @@ class LossSet:
                 continue
             bound, name = _bound(item, outputs[index])
             if outputs[index].target is None:
-                raise ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
+                raise missing_targets(name)
             key = names.take(f"{outputs[index].name or name}_loss")
-            self._terms.append(_Term(bound, None if weight is None else float(weight), index, key))
+            self._terms.append(_Term(bound, None if weight is None else float(weight), outputs[index], index, key))
         if not self._terms:
             raise ValueError("None of the model's outputs has a loss. Give compile(loss=...) one.")
+
+    @property
+    def keys(self) -> list[str]:
+        """Log keys of the losses of outputs; none where the only one is the loss itself."""
+        return [term.key for term in self._terms] if len(self._terms) > 1 else []
 
     def values(
         self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any], rows: Any
@@ -135,11 +165,15 @@ class LossSet:
         """
         total, parts = jnp.zeros((), jnp.float32), {}
         for term in self._terms:
-            index = term.output
+            index = term.index
+            if targets[index] is None:
+                raise missing_targets(term.loss.name)
+            if rows is not None:
+                term.refuse_padding()
             value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
             parts[term.key] = value
             total = total + (value if term.weight is None else value * term.weight)
-        return total, parts if len(parts) > 1 else {}
+        return total, {key: parts[key] for key in self.keys}
 
 
 def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
@@ -148,6 +182,23 @@ def _bound(item: Any, output: Output) -> tuple[keras.losses.Loss, str]:
         loss = loss()
     name = item if isinstance(item, str) else display_name(loss)
     return (loss, name) if isinstance(loss, keras.losses.Loss) else (FunctionLoss(loss, name), name)
+
+
+def missing_targets(name: str) -> ValueError:
+    """Build the error for a loss that has nothing to compare with.
+
+    Args:
+        name: Of the loss.
+    """
+    return ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
+
+
+def _function(loss: keras.losses.Loss) -> Callable[..., Any]:
+    """Return what compares targets and predictions: the function that Keras wraps, where it is one of its own."""
+    wraps = type(loss).call in (keras.losses.MeanSquaredError.call, FunctionLoss.call)
+    if wraps and is_function_of_keras(loss.fn):
+        return loss.fn
+    return lambda y, y_pred: loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
 
 
 def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: Any) -> Any:
@@ -162,30 +213,41 @@ def batch_loss(loss: keras.losses.Loss, y: Any, y_pred: Any, weight: Any, rows: 
 
     Returns:
         The scalar that Keras computes for the batch without its padding.
-
-    Raises:
-        ValueError: If the loss gives one number for all rows, which cannot leave padding out.
     """
     if rows is None:
         return loss(y, y_pred, sample_weight=weight)
     losses = loss.call(jnp.asarray(y, loss.dtype), jnp.asarray(y_pred, loss.dtype))
-    if losses.ndim == 0:
-        raise ValueError(
-            f"The loss {loss.name!r} gives one number for a whole batch, so padded rows cannot be left out of it. "
-            "Return one number per row, or use a batch_size that divides the data and the mesh."
-        )
-    mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
-    divisor = jnp.sum(mask) * (losses.size / losses.shape[0])
+    rows = jnp.asarray(rows, losses.dtype)
+    divisor = jnp.sum(rows) * (losses.size / losses.shape[0])
+    weight = _masked_weight(loss, weight, get_keras_mask(losses), rows)
     if weight is not None:
-        weight = jnp.asarray(weight, losses.dtype)
         losses, weight = same_rank(losses, weight)
-        mask = broadcast_rows(jnp.asarray(rows, losses.dtype), losses)
         if loss.reduction == "mean_with_sample_weight":
-            divisor = jnp.sum(weight * broadcast_rows(jnp.asarray(rows, losses.dtype), weight))
+            divisor = jnp.sum(weight * broadcast_rows(rows, weight))
         losses = losses * weight
-    total = jnp.sum(jnp.where(mask > 0, losses, 0.0))
+    total = jnp.sum(jnp.where(broadcast_rows(rows, losses) > 0, losses, 0.0))
     if loss.reduction not in MEAN_REDUCTIONS:
         return total
+    return _quotient(total, divisor)
+
+
+def _masked_weight(loss: keras.losses.Loss, weight: Any, mask: Any, rows: Any) -> Any:
+    """Enter into the weights what the loss itself leaves out, as `ignore_class` does, over rows that are no padding."""
+    if weight is not None:
+        weight = jnp.asarray(weight, rows.dtype)
+    if mask is None:
+        return weight
+    mask = jnp.asarray(mask, rows.dtype) * broadcast_rows(rows, mask)
+    if loss.reduction in MEAN_REDUCTIONS[:2]:
+        # Keras then averages over what is left in, where it averages over everything under sample weights.
+        mask = mask * _quotient(jnp.sum(rows) * (mask.size / mask.shape[0]), jnp.sum(mask))
+    if weight is None:
+        return mask
+    mask, weight = same_rank(mask, weight)
+    return mask * weight
+
+
+def _quotient(total: Any, divisor: Any) -> Any:
     return jnp.where(divisor != 0, total / jnp.where(divisor != 0, divisor, 1.0), 0.0)
 
 
@@ -217,7 +279,8 @@ class KerasObjective:
         init: Makes fresh variables from a random key.
         losses: The losses, or None for an objective that only measures.
         metrics: The metrics.
-        names: Names of the outputs.
+        loss_tracker: Shows a user the mean loss of the last pass.
+        paths: Where the outputs are in what the module returns.
         compute_loss: The user's own loss of a batch, as `keras.Model.compute_loss`; None for `losses`.
     """
 
@@ -225,13 +288,19 @@ class KerasObjective:
     init: Callable[[jax.Array], Any]
     losses: LossSet | None
     metrics: MetricSet
-    names: tuple[str | None, ...]
+    loss_tracker: keras.metrics.Mean
+    paths: tuple[Path, ...]
     compute_loss: Callable[..., Any] | None = None
 
     @property
     def module(self) -> Any:
         """The Flax module under training."""
         return self.call.module
+
+    @property
+    def keys(self) -> list[str]:
+        """Log keys in the order of `evaluate`: the loss, the losses of outputs, metrics."""
+        return ["loss", *(self.losses.keys if self.losses else ()), *self.metrics.names]
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Leave the batch as it is.
@@ -254,9 +323,10 @@ class KerasObjective:
             The loss times the rows over the rows: Keras weighs batches by their rows within an epoch.
         """
         y_pred, changed, added = self.call.apply(variables, batch["x"], key=key, train=train)
-        _, predictions = flatten_outputs(y_pred)
-        targets = align_targets(batch.get("y"), self.names, "y")
-        weights = align_targets(batch.get("sample_weight"), self.names, "sample_weight")
+        # Losses and metrics are computed in float32, whatever the module computes in.
+        _, predictions = flatten_outputs(cast_floats(y_pred, jnp.float32))
+        targets = align_targets(batch.get("y"), self.paths, "y")
+        weights = align_targets(batch.get("sample_weight"), self.paths, "sample_weight")
         rows = batch.get("rows")
         size = jax.tree.leaves(batch["x"])[0].shape[0]
         count = jnp.asarray(size, jnp.float32) if rows is None else jnp.sum(rows)
@@ -268,20 +338,21 @@ class KerasObjective:
         elif self.losses is not None:
             value, parts = self.losses.values(targets, predictions, weights, rows)
         metrics: dict[str, Any] = {name: Ratio(part * count, count) for name, part in parts.items()}
-        metrics.update(self.metrics.sums(targets, predictions, weights, rows))
+        metrics.update(self.metrics.statistics(targets, predictions, weights, rows))
         return LossOutput(Ratio((value + added) * count, count), metrics, changed)
 
     def report(self, statistics: Mapping[str, Any]) -> dict[str, float]:
-        """Turn pooled statistics into the numbers that logs show.
+        """Turn pooled statistics into the numbers that logs show, and leave them in the metric objects.
 
         Args:
-            statistics: Host sums by name.
+            statistics: Host statistics by name.
 
         Returns:
             Floats by log key, sorted by name.
         """
         values = {name: item.value() for name, item in statistics.items() if isinstance(item, Ratio)}
-        values.update(self.metrics.values({n: s for n, s in statistics.items() if isinstance(s, MetricSum)}))
+        values["loss"] = read_mean(self.loss_tracker, statistics["loss"])
+        values.update(self.metrics.values(statistics))
         return dict(sorted(values.items()))
 
 
@@ -295,6 +366,7 @@ def bind_objective(
     loss_weights: Any,
     metrics: Any,
     weighted_metrics: Any,
+    loss_tracker: keras.metrics.Mean,
     compute_loss: Callable[..., Any] | None = None,
 ) -> KerasObjective:
     """Bind losses and metrics to a module once a batch shows the shapes.
@@ -308,6 +380,7 @@ def bind_objective(
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
         weighted_metrics: As `compile` takes it.
+        loss_tracker: Where to show the mean loss.
         compute_loss: The user's own loss of a batch, or None.
 
     Returns:
@@ -317,11 +390,11 @@ def bind_objective(
         ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
     """
     example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
-    names, predictions = flatten_outputs(call.output_shapes(plain(variables), example["x"]))
-    targets = align_targets(example.get("y"), names, "y")
+    paths, predictions = flatten_outputs(call.output_shapes(plain(variables), example["x"]))
+    targets = align_targets(example.get("y"), paths, "y")
     outputs = [
-        Output(name, tuple(prediction.shape), None if target is None else tuple(np.shape(target)))
-        for name, prediction, target in zip(names, predictions, targets, strict=True)
+        Output(path, name, tuple(prediction.shape), target)
+        for path, name, prediction, target in zip(paths, output_names(paths), predictions, targets, strict=True)
     ]
     if example.get("y") is None:
         metrics = weighted_metrics = None
@@ -331,6 +404,7 @@ def bind_objective(
         init=init,
         losses=losses,
         metrics=MetricSet(metrics, weighted_metrics, outputs),
-        names=tuple(names),
+        loss_tracker=loss_tracker,
+        paths=tuple(paths),
         compute_loss=compute_loss,
     )

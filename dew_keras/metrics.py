@@ -1,7 +1,7 @@
-"""Keras metrics as sums: each batch gives what it adds to a metric's state, and the host adds.
+"""Keras metrics over devices, padded rows and the epoch, with the numbers that Keras computes.
 
-Entry points: `check_metric_names` at compile, `MetricSet` when outputs are known. Additive states make a metric
-exact over devices, padded rows and the epoch.
+Entry points: `check_metric_names` at compile, `MetricSet` when outputs are known. Each batch gives what it adds to a
+metric's state where such sums are exact, and its rows where they are not; see `pooling.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from flax import struct
 
 from dew.objectives.base import Ratio
 from dew_keras.names import UniqueNames, display_name, unknown_name
 from dew_keras.outputs import Output, broadcast_rows, per_output, target_kind
+from dew_keras.pooling import FED_ROWS, MetricFeed, MetricRows, MetricSum, is_additive
+from dew_keras.token_metrics import Perplexity
 
 ACCURACY = ("accuracy", "acc")
 CROSS_ENTROPY = ("crossentropy", "ce")
@@ -29,19 +30,8 @@ ACCURACY_CLASSES = {
 }
 
 
-@struct.dataclass
-class MetricSum:
-    """What batches add to one metric's state.
-
-    Attributes:
-        values: One array per variable of the metric.
-    """
-
-    values: tuple[Any, ...]
-
-    def __add__(self, other: MetricSum) -> MetricSum:
-        """Pool two sums."""
-        return MetricSum(tuple(a + b for a, b in zip(self.values, other.values, strict=True)))
+# Names of a language model's metrics, for modules whose predictions are logits of tokens.
+TOKEN_METRICS = {"perplexity": Perplexity, "token_accuracy": keras.metrics.SparseCategoricalAccuracy}
 
 
 def metric_names() -> list[str]:
@@ -49,7 +39,7 @@ def metric_names() -> list[str]:
     public = [name for name in dir(keras.metrics) if not name.startswith("_")]
     functions = [name for name in public if name not in ("get", "serialize", "deserialize")]
     short = ["mse", "mae", "mape", "msle", "cosine_similarity", "log_cosh", "kld", "bce"]
-    return [*functions, *short, *ACCURACY, *CROSS_ENTROPY]
+    return [*functions, *short, *ACCURACY, *CROSS_ENTROPY, *TOKEN_METRICS]
 
 
 def check_metric_names(metrics: Any, argument: str) -> None:
@@ -72,13 +62,15 @@ def check_metric_names(metrics: Any, argument: str) -> None:
     for item in jax.tree.leaves(metrics, is_leaf=lambda node: not isinstance(node, list | tuple | dict)):
         if isinstance(item, str):
             _named_metric(item, "sparse")
-        elif not callable(item):
+        elif item is not None and not callable(item):
             raise ValueError(f"Could not interpret metric identifier. Received: {argument}={item!r}")
 
 
 def _named_metric(name: str, kind: str) -> Any:
     if name.lower() in ACCURACY:
         return ACCURACY_CLASSES[kind](name=name)
+    if name.lower() in TOKEN_METRICS:
+        return TOKEN_METRICS[name.lower()](name=name)
     if name.lower() in CROSS_ENTROPY:
         kind = "sparse_categorical" if kind == "sparse" else kind
         name = f"{kind}_crossentropy"
@@ -102,40 +94,34 @@ class MetricSet:
     Args:
         metrics: Metrics that ignore sample weights, as `compile` takes them.
         weighted_metrics: Metrics that use them.
-        outputs: Shapes of predictions and targets per output.
+        outputs: The outputs.
     """
 
     def __init__(self, metrics: Any, weighted_metrics: Any, outputs: Sequence[Output]) -> None:
-        names = UniqueNames()
-        self._tracked: list[_Tracked] = []
-        for given, is_weighted in ((metrics, False), (weighted_metrics, True)):
-            argument = "weighted_metrics" if is_weighted else "metrics"
-            for index, items in enumerate(_per_output_lists(given, outputs, argument)):
-                for item in items:
-                    metric, name = _bound(item, outputs[index])
-                    prefix = f"{outputs[index].name}_" if len(outputs) > 1 and outputs[index].name else ""
-                    again = f"{prefix}weighted_{name}" if is_weighted else None
-                    key = names.take(prefix + name, again=again)
-                    self._tracked.append(_Tracked(key, metric, index, is_weighted))
-        for tracked in self._tracked:
-            _build_state(tracked.metric, outputs[tracked.output])
-        self._zero = {t.key: [np.asarray(v) for v in t.metric.stateless_reset_state()] for t in self._tracked}
+        tracked = _tracked(metrics, weighted_metrics, outputs)
+        self._all = sorted(tracked, key=lambda t: t.key) if len(outputs) > 1 and outputs[0].name else tracked
+        self._added = [t for t in tracked if is_additive(t.metric, outputs[t.output])]
+        self._feed = MetricFeed({t.key: (t.metric, t.output, t.is_weighted) for t in tracked if t not in self._added})
+        self._is_fed = len(self._added) < len(tracked)
+        for item in self._added:
+            _build_state(item.metric, outputs[item.output])
+        self._zero = {t.key: [np.asarray(v) for v in t.metric.stateless_reset_state()] for t in self._added}
         self._results: dict[str, Any] = {}
 
     @property
     def names(self) -> list[str]:
-        """Log keys in order."""
-        return [tracked.key for tracked in self._tracked]
+        """Log keys in Keras' order: as given, and sorted where outputs have names."""
+        return [tracked.key for tracked in self._all]
 
     @property
     def metrics(self) -> list[Any]:
-        """The Keras metric objects in order."""
-        return [tracked.metric for tracked in self._tracked]
+        """The Keras metric objects in the same order."""
+        return [tracked.metric for tracked in self._all]
 
-    def sums(
+    def statistics(
         self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any], rows: Any
-    ) -> dict[str, Ratio | MetricSum]:
-        """Compute what one batch adds to every metric; traced.
+    ) -> dict[str, Ratio | MetricSum | MetricRows]:
+        """Compute what one batch tells every metric; traced.
 
         Args:
             targets: One array per output, rows first.
@@ -144,10 +130,11 @@ class MetricSet:
             rows: float [B], 0 where a row is padding; None when no row is.
 
         Returns:
-            Sums by log key; a metric that is a plain mean gives its total and count as a ratio.
+            Sums by log key, where a plain mean gives its total and count as a ratio, and the rows for all metrics
+            whose states do not add up.
         """
-        found: dict[str, Ratio | MetricSum] = {}
-        for tracked in self._tracked:
+        found: dict[str, Ratio | MetricSum | MetricRows] = {}
+        for tracked in self._added:
             y, y_pred = targets[tracked.output], predictions[tracked.output]
             weight = weights[tracked.output] if tracked.is_weighted else None
             if rows is not None:
@@ -159,6 +146,8 @@ class MetricSet:
                 state = tracked.metric.stateless_update_state(start, y, y_pred, sample_weight=weight)
             added = [new - old for new, old in zip(state, start, strict=True)]
             found[tracked.key] = Ratio(*added) if _is_mean(tracked.metric) else MetricSum(tuple(added))
+        if self._is_fed:
+            found[FED_ROWS] = self._feed.rows(targets, predictions, weights, rows)
         return found
 
     def update(self, targets: Sequence[Any], predictions: Sequence[Any], weights: Sequence[Any]) -> None:
@@ -169,39 +158,56 @@ class MetricSet:
             predictions: One array per output, rows first.
             weights: Sample weights per output, or None.
         """
-        for tracked in self._tracked:
-            weight = weights[tracked.output] if tracked.is_weighted else None
-            tracked.metric.update_state(targets[tracked.output], predictions[tracked.output], sample_weight=weight)
+        for tracked in self._all:
+            arrays = targets[tracked.output], predictions[tracked.output]
+            if tracked.is_weighted:
+                tracked.metric.update_state(*arrays, sample_weight=weights[tracked.output])
+            else:
+                tracked.metric.update_state(*arrays)
 
-    def values(self, sums: Mapping[str, MetricSum]) -> dict[str, float]:
-        """Turn pooled sums into the numbers Keras would show.
+    def values(self, statistics: Mapping[str, Any]) -> dict[str, float]:
+        """Turn pooled statistics into the numbers Keras would show, and leave the state in the metric objects.
 
         Args:
-            sums: Host sums by log key, for the metrics that are no plain means.
+            statistics: Host statistics by log key.
 
         Returns:
             Floats by log key; a metric whose result is a dict gives each entry its own key.
         """
+        results: dict[str, Any] = statistics[FED_ROWS].results() if FED_ROWS in statistics else {}
+        for tracked in self._added:
+            if tracked.key in statistics:
+                results[tracked.key] = self._result(tracked, statistics[tracked.key])
         found: dict[str, float] = {}
-        for tracked in self._tracked:
-            if tracked.key not in sums:
-                continue
-            value = self._result(tracked, sums[tracked.key])
-            if isinstance(value, Mapping):
-                found.update({name: _number(item) for name, item in value.items()})
-            else:
-                found[tracked.key] = _number(value)
+        for key, value in results.items():
+            parts = value if isinstance(value, Mapping) else {key: value}
+            found.update({name: _number(part) for name, part in parts.items()})
         return found
 
-    def _result(self, tracked: _Tracked, sums: MetricSum) -> Any:
-        metric = tracked.metric
-        state = [
-            np.asarray(start + value).astype(start.dtype)
-            for start, value in zip(self._zero[tracked.key], sums.values, strict=True)
-        ]
+    def _result(self, tracked: _Tracked, sums: Ratio | MetricSum) -> Any:
+        if isinstance(sums, Ratio):
+            return read_mean(tracked.metric, sums)
+        zeros = self._zero[tracked.key]
+        state = [np.asarray(zero + value).astype(zero.dtype) for zero, value in zip(zeros, sums.values, strict=True)]
+        for variable, value in zip(tracked.metric.variables, state, strict=True):
+            variable.assign(value)
         if tracked.key not in self._results:
-            self._results[tracked.key] = jax.jit(metric.stateless_result)
+            self._results[tracked.key] = jax.jit(tracked.metric.stateless_result)
         return jax.device_get(self._results[tracked.key](state))
+
+
+def _tracked(metrics: Any, weighted_metrics: Any, outputs: Sequence[Output]) -> list[_Tracked]:
+    names = UniqueNames()
+    found: list[_Tracked] = []
+    for given, is_weighted in ((metrics, False), (weighted_metrics, True)):
+        argument = "weighted_metrics" if is_weighted else "metrics"
+        for index, items in enumerate(_per_output_lists(given, outputs, argument)):
+            for item in items:
+                metric, name = _bound(item, outputs[index])
+                prefix = f"{outputs[index].name}_" if len(outputs) > 1 and outputs[index].name else ""
+                again = f"{prefix}weighted_{name}" if is_weighted else None
+                found.append(_Tracked(names.take(prefix + name, again=again), metric, index, is_weighted))
+    return found
 
 
 def _build_state(metric: Any, output: Output) -> None:
@@ -210,6 +216,18 @@ def _build_state(metric: Any, output: Output) -> None:
         return
     metric.update_state(np.zeros(output.target or output.prediction, "float32"), np.zeros(output.prediction, "float32"))
     metric.reset_state()
+
+
+def read_mean(metric: Any, ratio: Ratio) -> float:
+    """Divide a ratio in double precision, and leave it in the metric object that shows it.
+
+    Args:
+        metric: A metric whose variables are a total and a count.
+        ratio: On the host.
+    """
+    for variable, value in zip(metric.variables, (ratio.total, ratio.mass), strict=True):
+        variable.assign(float(value))
+    return ratio.value()
 
 
 def _is_mean(metric: Any) -> bool:
@@ -228,7 +246,7 @@ def _per_output_lists(given: Any, outputs: Sequence[Output], argument: str) -> l
     if len(outputs) == 1:
         items = list(given.values()) if isinstance(given, Mapping) else list(given)
         return [[leaf for item in items for leaf in (item if isinstance(item, list | tuple) else [item])]]
-    found = per_output(given, outputs, argument, default=None)
+    found = per_output(given, outputs, argument)
     return [[] if item is None else list(item) if isinstance(item, list | tuple) else [item] for item in found]
 
 
@@ -241,4 +259,5 @@ def _bound(item: Any, output: Output) -> tuple[Any, str]:
         metric = metric()
     if not isinstance(metric, keras.metrics.Metric):
         metric = keras.metrics.MeanMetricWrapper(metric, name=name)
+    metric.name = name
     return metric, name

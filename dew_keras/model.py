@@ -62,7 +62,7 @@ class Model(StepMethods, WeightVerbs):
         self.history: Any = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._initial_epoch: int | None = None
-        self._updates = 0
+        self._batches = 0
         self._generate_calls = 0
 
     @classmethod
@@ -122,10 +122,11 @@ class Model(StepMethods, WeightVerbs):
     @property
     def optimizer(self) -> Any:
         """The Keras optimizer, or a handle with `learning_rate` and `iterations` for an optax transformation."""
-        if self._engine.compiled is None:
+        compiled = self._engine.compiled
+        if compiled is None:
             return None
-        self._engine.compiled.optimizer.count_updates(self._updates)
-        return self._engine.compiled.optimizer.public
+        compiled.optimizer.show(self._batches, compiled.accumulation, self._engine.current)
+        return compiled.optimizer.public
 
     @property
     def compiled(self) -> bool:
@@ -143,16 +144,15 @@ class Model(StepMethods, WeightVerbs):
         compiled = self._check_compiled("metrics_names")
         if compiled.language_metrics:
             return ["loss", *compiled.language_metrics]
-        known = getattr(self._engine.bound_objective, "metrics", None)
-        return ["loss", *(known.names if known is not None else [])]
+        return getattr(self._engine.bound_objective, "keys", ["loss"])
 
-    def count_batches(self, updates: int) -> None:
-        """Note how many updates have been started, for `optimizer.iterations`.
+    def count_batches(self, batches: int) -> None:
+        """Note how many batches have been trained on, for `optimizer.iterations`.
 
         Args:
-            updates: The number.
+            batches: The number.
         """
-        self._updates = updates
+        self._batches = batches
 
     # Verbs ---------------------------------------------------------------------------------------
 
@@ -194,14 +194,15 @@ class Model(StepMethods, WeightVerbs):
             run_eagerly: Whether steps run operation by operation, so that prints and debuggers see values.
             steps_per_execution: Batches that run as one compiled program; hooks are called once for them.
             jit_compile: "auto" or True compile; False is `run_eagerly`.
-            auto_scale_loss: Accepted; no precision policy here scales the loss.
+            auto_scale_loss: Whether dtype="mixed_float16" puts the optimizer into a `LossScaleOptimizer`.
             mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
-            dtype: "auto" for the checkpoint's dtype with float32 masters, or a Keras policy name.
+            dtype: A Keras policy or its name: "float32", "bfloat16", "mixed_bfloat16", "mixed_float16". "auto" is
+                the checkpoint's dtype with float32 masters, and for other modules what their code says.
             sequence_length: Positions of rows made from texts; None takes the longest text.
             packing: Whether texts share rows.
 
@@ -217,7 +218,7 @@ class Model(StepMethods, WeightVerbs):
         )
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
-            self._updates = 0
+            self._batches = 0
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """Describe what `compile` was given as JSON data; None before `compile`.
@@ -360,15 +361,16 @@ class Model(StepMethods, WeightVerbs):
         source.filling = engine.filling
         engine.trainer(example)
         engine.load(example)
-        logs = run_evaluate(
-            engine.scoring(),
-            lambda: engine.variables,
-            self,
-            source,
-            hooks,
-            steps=steps,
-            per_execution=compiled.per_execution,
-        )
+        with engine.lent():
+            logs = run_evaluate(
+                engine.scoring(),
+                lambda: engine.variables,
+                self,
+                source,
+                hooks,
+                steps=steps,
+                per_execution=compiled.per_execution,
+            )
         return self._returned(logs, return_dict)
 
     def train_on_batch(
@@ -453,7 +455,8 @@ class Model(StepMethods, WeightVerbs):
         self._engine.load(source.example())
         compiled = self._engine.compiled
         per_execution = 1 if compiled is None else compiled.per_execution
-        return run_predict(self._engine.predict, self, source, hooks, steps=steps, per_execution=per_execution)
+        with self._engine.lent():
+            return run_predict(self._engine.predict, self, source, hooks, steps=steps, per_execution=per_execution)
 
     def generate(
         self,

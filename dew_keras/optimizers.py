@@ -7,9 +7,8 @@ user reads and assigns: its learning rate is copied into the training state when
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +16,20 @@ import keras
 import optax
 
 from dew.placement.stacks import StackView
-from dew.training.optimizer import read_learning_rate
-from dew.tree import path_name
+from dew.training.loss_scale import dynamic_loss_scale, static_loss_scale
+from dew.training.optimizer import Optimizer, StepTransformation, assign_learning_rate, read_learning_rate
+from dew.training.state import TrainState
+from dew.tree import named_leaves, path_name
 from dew_keras.names import unknown_name
-from dew_keras.update_rules import Moment, UpdateRule, nadam_momentum, rule_of
+from dew_keras.transformations import KerasState, keras_transformation, rate_source, rate_value
 
 AUTO_PRETRAINED_RATE = 2e-5
 HIGH_PRETRAINED_RATE = 1e-3
-OPTIMIZER_NAMES = tuple(
-    name.lower() for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl")
-) + ("lion", "nadam", "rmsprop", "sgd")
-
-
-class KerasState(NamedTuple):
-    """State of a Keras optimizer on a mesh.
-
-    Attributes:
-        count: Updates applied, int32.
-        hyperparams: "learning_rate", the float32 rate of the next update.
-        product: Nadam's running momentum product, float32.
-        slots: Arrays kept per weight: slot name to a tree like the parameters.
-    """
-
-    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which no tree code calls
-    hyperparams: dict[str, jax.Array]
-    product: jax.Array
-    slots: dict[str, Any]
+OPTIMIZER_NAMES = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lion", "muon", "nadam", "rmsprop"),
+    *("schedulefreeadamw", "sgd"),
+)
+Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 class OptaxHandle:
@@ -84,56 +71,130 @@ class CompiledOptimizer:
     Attributes:
         public: What `model.optimizer` returns: the Keras object, or a handle on the optax transformation.
         build: Makes the transformation for a model's storage of layers.
+        given: The object that `compile` was given; the same one keeps its state.
+        parts: The Keras objects that have rates and moments, in the order of their `KerasState`s.
         accumulation: Batches per update that the Keras object asks for; 1 when it does not.
-        finalizes_average: Whether weights become their moving average when a fit ends.
     """
 
     public: Any
-    build: Callable[[StackView], optax.GradientTransformation]
+    build: Callable[[StackView], Optimizer]
+    given: Any = None
+    parts: tuple[Any, ...] = ()
     accumulation: int = 1
-    finalizes_average: bool = False
-    _seen_rate: Any = dataclasses.field(default=None, repr=False)
+    _seen_rates: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _schedules: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def changed_rate(self) -> float | None:
-        """Return the learning rate when it was assigned since the last call, else None.
+    @property
+    def averages(self) -> bool:
+        """Whether a moving average of the weights is kept, which they become when a fit ends."""
+        return any(part.use_ema for part in self.parts)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scale is found by trying, so that some updates are rejected."""
+        return isinstance(self.public, keras.optimizers.LossScaleOptimizer)
+
+    def changed_rates(self) -> dict[int, float]:
+        """Return the learning rates that were assigned since the last call, by the number of the part.
 
         A Keras rate is a variable whose array is replaced by an assignment, so comparing identities costs no
         read of a device.
         """
         if isinstance(self.public, OptaxHandle):
             rate, self.public.assigned_rate = self.public.assigned_rate, None
-            return rate
-        rate = _rate_source(self.public)
-        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            return None
-        if callable(rate):
-            value = float(rate())
-            changed, self._seen_rate = value != self._seen_rate, value
-            return value if changed else None
-        array = rate.value
-        if array is self._seen_rate:
-            return None
-        self._seen_rate = array
-        return float(array)
+            return {} if rate is None else {0: rate}
+        changed = {}
+        for number, part in enumerate(self.parts):
+            source = rate_source(part)
+            if isinstance(source, Schedule):
+                _check_schedule(source, self._schedules.setdefault(number, source))
+                continue
+            # A callable is asked at every step, as Keras does.
+            seen = float(source()) if callable(source) else source.value
+            last = self._seen_rates.get(number)
+            if seen is last or (callable(source) and seen == last):
+                continue
+            self._seen_rates[number] = seen
+            changed[number] = float(seen)
+        return changed
 
-    def claim(self) -> None:
-        """Mark the Keras object as built: its moments live in the training state, and callbacks need not make any."""
-        if not isinstance(self.public, OptaxHandle):
-            self.public.built = True
-
-    def count_updates(self, updates: int) -> None:
-        """Show the number of updates as the optimizer's `iterations`.
+    def with_rates(self, state: TrainState) -> TrainState:
+        """Bring learning rates that were assigned into a training state.
 
         Args:
-            updates: Updates applied so far.
+            state: The state.
         """
+        changed = self.changed_rates()
+        if not changed:
+            return state
+        if isinstance(self.public, OptaxHandle):
+            return state.with_learning_rate(changed[0])
+        parts = keras_states(state.opt_state)
+        for number, rate in changed.items():
+            parts[number] = assign_learning_rate(parts[number], rate)
+        return state.replace(opt_state=with_keras_states(state.opt_state, parts))
+
+    def finished(self, state: TrainState) -> TrainState:
+        """Make the weights their moving average, where one is kept and an update was made.
+
+        Args:
+            state: The state when a fit ends; the result shares no memory with its moments.
+        """
+        if not self.averages:
+            return state
+        means: dict[str, Any] = {}
+        for part in keras_states(state.opt_state):
+            # Before the first update the average is still zeros.
+            if "average" in part.slots and int(part.count):
+                means.update(named_leaves(part.slots["average"]))
+        return state.replace(variables={**state.variables, "params": _replaced(state.params, means)})
+
+    def show(self, batches: int, accumulation: int, state: TrainState | None) -> None:
+        """Show how far training is as the optimizer's `iterations`.
+
+        Args:
+            batches: Batches consumed.
+            accumulation: Batches per update.
+            state: The training state, or None before there is one.
+        """
+        updates = batches // accumulation
+        if self.scales_loss and state is not None:
+            # A rejected update does not count, which only the device knows.
+            updates = int(state.updates)
+            batches = updates * accumulation + int(state.microstep)
         if isinstance(self.public, OptaxHandle):
             self.public.iterations = updates
-        elif self.accumulation == 1 and int(self.public.iterations) != updates:
-            self.public.iterations.assign(updates)
+            return
+        # Where Keras accumulates gradients it counts batches, and divides where it is asked.
+        for optimizer in {id(o): o for o in (self.public, *self.parts)}.values():
+            count = batches if optimizer.gradient_accumulation_steps else updates
+            if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and int(optimizer._iterations) != count:
+                optimizer._iterations.assign(count)
 
 
-def resolve_optimizer(optimizer: Any, *, is_language_model: bool, is_pretrained: bool) -> CompiledOptimizer:
+def keras_states(opt_state: Any) -> list[KerasState]:
+    """List the states of Keras optimizers in an optimizer state, in the order of its parts.
+
+    Args:
+        opt_state: State of an optimizer.
+    """
+    return [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_keras_state) if _is_keras_state(leaf)]
+
+
+def with_keras_states(opt_state: Any, states: list[KerasState]) -> Any:
+    """Replace the states of Keras optimizers in an optimizer state.
+
+    Args:
+        opt_state: State of an optimizer.
+        states: In the order of `keras_states`.
+    """
+    fresh = iter(states)
+    return jax.tree.map(lambda node: next(fresh) if _is_keras_state(node) else node, opt_state, is_leaf=_is_keras_state)
+
+
+def resolve_optimizer(
+    optimizer: Any, *, is_language_model: bool, is_pretrained: bool, scales_loss: bool = False
+) -> CompiledOptimizer:
     """Turn what `compile` was given into an optimizer for a mesh.
 
     Args:
@@ -141,6 +202,7 @@ def resolve_optimizer(optimizer: Any, *, is_language_model: bool, is_pretrained:
             pretrained language models, AdamW for others, and Keras' default rmsprop for any other module.
         is_language_model: Whether the module is a language model.
         is_pretrained: Whether its weights come from a checkpoint.
+        scales_loss: Whether to scale the loss dynamically, as Keras does under "mixed_float16".
 
     Raises:
         ValueError: If the name is unknown or the optimizer has no update on a mesh.
@@ -161,9 +223,10 @@ def resolve_optimizer(optimizer: Any, *, is_language_model: bool, is_pretrained:
     elif isinstance(optimizer, dict):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        return _compiled_keras(optimizer)
+        return _compiled_keras(optimizer, scales_loss=scales_loss)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
-        return CompiledOptimizer(OptaxHandle(optimizer), lambda view: optimizer)
+        scaled = dynamic_loss_scale(optimizer) if scales_loss else optimizer
+        return CompiledOptimizer(OptaxHandle(optimizer), lambda view: scaled, given=optimizer)
     raise TypeError(
         "optimizer must be a Keras optimizer (name, config or object) or an optax transformation. "
         f"Received: optimizer={optimizer!r} of type {type(optimizer).__name__}"
@@ -176,28 +239,67 @@ def high_rate(compiled: CompiledOptimizer) -> float | None:
     Args:
         compiled: The optimizer; an optax transformation shows its rate too late to be judged here.
     """
-    if isinstance(compiled.public, OptaxHandle):
-        return None
-    rate = _rate_source(compiled.public)
-    value = float(rate(0) if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule) else _host(rate))
+    rates = [rate_source(part) for part in compiled.parts]
+    values = [float(rate(0)) if isinstance(rate, Schedule) else rate_value(rate) for rate in rates]
+    value = max(values, default=0.0)
     return value if value >= HIGH_PRETRAINED_RATE else None
 
 
-def _host(rate: Any) -> float:
-    return float(rate() if callable(rate) else rate)
-
-
-def _rate_source(optimizer: Any) -> Any:
-    # The public property evaluates a schedule; the schedule itself is needed to trace it.
-    return optimizer._learning_rate
-
-
-def _compiled_keras(optimizer: Any) -> CompiledOptimizer:
-    rule = rule_of(optimizer)
-    if optimizer.loss_scale_factor is not None:
+def _compiled_keras(optimizer: Any, *, scales_loss: bool) -> CompiledOptimizer:
+    for kind in (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer):
+        if isinstance(optimizer, kind) and type(optimizer) is not kind:
+            raise ValueError(
+                f"A subclass of keras.optimizers.{kind.__name__} may change how other optimizers are run, which is "
+                f"not available. Use {kind.__name__} itself. Received: optimizer={optimizer!r}"
+            )
+    public = optimizer
+    if scales_loss and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        public = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+    inner = public.inner_optimizer if isinstance(public, keras.optimizers.LossScaleOptimizer) else public
+    is_multi = isinstance(inner, keras.optimizers.MultiOptimizer)
+    parts = tuple(inner.optimizers) if is_multi else (inner,)
+    for part in parts:
+        _check_part(part)
+    if is_multi and not hasattr(inner._optimizer_map, "default_optimizer"):
         raise ValueError(
-            "loss_scale_factor is not available: gradients are computed and summed in float32 range here, so leave it "
-            f"out. Received: loss_scale_factor={optimizer.loss_scale_factor}"
+            "keras.optimizers.MultiOptimizer must be given a keras.optimizers.OptimizerMap here: a function makes its "
+            f"optimizers when it first sees variables. Received: {inner._optimizer_map!r}"
+        )
+    windows = {part.gradient_accumulation_steps or 1 for part in parts}
+    if len(windows) > 1:
+        raise ValueError(
+            "The optimizers of a MultiOptimizer must have the same gradient_accumulation_steps. "
+            f"Received: {sorted(windows)}"
+        )
+    window = windows.pop()
+
+    def build(view: StackView) -> Optimizer:
+        made: Any = _multi(inner, parts, view) if is_multi else keras_transformation(inner, view)
+        if public is not inner:
+            return dynamic_loss_scale(
+                made, initial_scale=public.initial_scale, growth_batches=public.dynamic_growth_steps, window=window
+            )
+        factor = inner.loss_scale_factor
+        return made if factor is None else static_loss_scale(made, factor)
+
+    compiled = CompiledOptimizer(public, build, given=optimizer, parts=parts, accumulation=window)
+    compiled._schedules = {number: rate_source(part) for number, part in enumerate(parts)}
+    return compiled
+
+
+def _check_schedule(now: Any, compiled: Any) -> None:
+    if now is not compiled:
+        raise ValueError(
+            "A learning-rate schedule that is assigned to the optimizer takes effect when the model is compiled again "
+            f"with the same optimizer, which keeps its state. Received: learning_rate={now!r}"
+        )
+
+
+def _check_part(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
+        raise ValueError(
+            f"keras.optimizers.{type(optimizer).__name__} cannot be inside another optimizer. "
+            f"Received: optimizer={optimizer!r}"
         )
     if getattr(optimizer, "_exclude_from_weight_decay", None):
         raise ValueError(
@@ -205,153 +307,59 @@ def _compiled_keras(optimizer: Any) -> CompiledOptimizer:
             "var_names=[...] with parts of parameter paths, such as 'norm/scale'."
         )
 
-    def build(view: StackView) -> optax.GradientTransformation:
-        return keras_transformation(optimizer, rule, view)
 
-    return CompiledOptimizer(
-        optimizer,
-        build,
-        accumulation=optimizer.gradient_accumulation_steps or 1,
-        finalizes_average=bool(optimizer.use_ema),
-    )
+def _multi(optimizer: Any, parts: tuple[Any, ...], view: StackView) -> Any:
+    """Give every weight to the optimizer that Keras' OptimizerMap finds for its path."""
+    made = {f"{number:03d}": keras_transformation(part, view) for number, part in enumerate(parts)}
 
+    def label(path: Any, _: Any) -> str:
+        layers = view.logical_paths(path_name(path))
+        found = [next(n for n, p in enumerate(parts) if p is optimizer._optimizer_map[layer]) for layer in layers]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{view.title(path_name(path))} is stored as one bank of layers, and the OptimizerMap gives its layers "
+                f"different optimizers. Build the module with scan_layers=False. Received: {list(layers)}"
+            )
+        return f"{found[0]:03d}"
 
-def keras_transformation(optimizer: Any, rule: UpdateRule, view: StackView) -> optax.GradientTransformation:
-    """Build the optax transformation that makes a Keras optimizer's updates.
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(label, params)
 
-    Args:
-        optimizer: The Keras object; its numbers are read now, its learning rate is state.
-        rule: Its update formula.
-        view: How the model stores layers; formulas that reduce over a weight see one layer at a time.
-
-    Returns:
-        A transformation whose state is a `KerasState`.
-    """
-    window = optimizer.gradient_accumulation_steps or 1
-    source = _rate_source(optimizer)
-    schedule = source if isinstance(source, keras.optimizers.schedules.LearningRateSchedule) else None
-
-    def rate_at(count: jax.Array) -> jax.Array:
-        # Keras counts batches, not updates, where it accumulates gradients itself.
-        assert schedule is not None, "rate_at is for schedules"
-        return jnp.asarray(schedule(count * window + window - 1), jnp.float32)
-
-    def init(params: Any) -> KerasState:
-        weights = _leaves(params)
-        slots = {name: _like(params, _first(rule, name, view, weights)) for name in _slot_names(rule, weights, view)}
-        if optimizer.use_ema:
-            slots["average"] = jax.tree.map(jnp.zeros_like, params)
-        count = jnp.zeros((), jnp.int32)
-        rate = rate_at(count) if schedule else jnp.asarray(_host(source), jnp.float32)
-        return KerasState(count, {"learning_rate": rate}, jnp.ones((), jnp.float32), slots)
-
-    def update(gradients: Any, state: KerasState, params: Any = None) -> tuple[Any, KerasState]:
-        rate = rate_at(state.count) if schedule else state.hyperparams["learning_rate"]
-        count = (state.count + 1).astype(jnp.float32)
-        product = state.product
-        if rule.momentum_schedule is not None:
-            product = product * nadam_momentum(rule.momentum_schedule, count)
-        now = Moment(rate=rate, count=count, product=product)
-        weights, g = _leaves(params), [g for _, g in _leaves(gradients)]
-        slots = {name: [leaf for _, leaf in _leaves(tree)] for name, tree in state.slots.items()}
-        g = _clipped(optimizer, g, [view.bank_of(path) is not None for path, _ in weights])
-        changes: list[Any] = []
-        kept: dict[str, list[Any]] = {name: [] for name in slots}
-        for index, (path, weight) in enumerate(weights):
-            own = {name: leaves[index] for name, leaves in slots.items() if name != "average"}
-            change, new = _one(optimizer, rule, view, path, weight, g[index], own, now)
-            for name in own:
-                kept[name].append(new.get(name, own[name]))
-            if optimizer.use_ema:
-                change, average = _average(optimizer, weight, change, slots["average"][index], state.count)
-                kept["average"].append(average)
-            changes.append(change)
-        trees = {name: _like(params, leaves) for name, leaves in kept.items()}
-        return _like(params, changes), KerasState(state.count + 1, {"learning_rate": rate}, product, trees)
-
-    return optax.GradientTransformation(init, update)
+    return _partitioned(made, labels)
 
 
-def _one(
-    optimizer: Any, rule: UpdateRule, view: StackView, path: str, weight: Any, g: Any, own: dict[str, Any], now: Moment
-) -> tuple[Any, dict[str, Any]]:
-    """Decay one weight, then apply the rule: Keras decays before the update sees the weight."""
-    g = g.astype(weight.dtype)
-    decayed = weight
-    if optimizer.weight_decay is not None:
-        decayed = weight - weight * optimizer.weight_decay * now.rate * _decay_mask(optimizer, view, path, weight.ndim)
+def _partitioned(made: Mapping[str, Any], labels: Callable[[Any], Any]) -> Any:
+    plain = {name: optax.GradientTransformation(part.init, part.update) for name, part in made.items()}
+    joined = optax.partition(plain, labels)
+    if not any(part.after_batch for part in made.values()):
+        return joined
 
-    def step(g: Any, w: Any, slots: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return rule.step(g, w, slots, now)
+    def after_batch(params: Any, state: Any) -> tuple[Any, Any]:
+        names, states, means = labels(params), keras_states(state), {}
+        for number, (name, part) in enumerate(sorted(made.items())):
+            if part.after_batch is None:
+                continue
+            own = jax.tree.map(
+                lambda label, leaf, name=name: leaf if label == name else optax.MaskedNode(), names, params
+            )
+            own, states[number] = part.after_batch(own, states[number])
+            means.update(named_leaves(own))
+        return _replaced(params, means, copies=False), with_keras_states(state, states)
 
-    if not rule.is_elementwise and view.bank_of(path) is not None:
-        step = jax.vmap(step)
-    change, new = step(g, decayed, own)
-    return (decayed - weight) + change, new
-
-
-def _decay_mask(optimizer: Any, view: StackView, path: str, ndim: int) -> Any:
-    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    if pattern is None:
-        return 1.0
-    kept = [float(re.search(pattern, logical) is None) for logical in view.logical_paths(path)]
-    if len(set(kept)) == 1:
-        return kept[0]
-    return jnp.asarray(kept, jnp.float32).reshape((-1,) + (1,) * (ndim - 1))
+    return StepTransformation(joined.init, joined.update, after_batch=after_batch)
 
 
-def _average(optimizer: Any, weight: Any, change: Any, average: Any, count: Any) -> tuple[Any, Any]:
-    momentum = jnp.where(count != 0, optimizer.ema_momentum, 0.0).astype(weight.dtype)
-    average = momentum * average + (1 - momentum) * (weight + change)
-    if optimizer.ema_overwrite_frequency:
-        overwrite = (count + 1) % optimizer.ema_overwrite_frequency == 0
-        change = jnp.where(overwrite, average - weight, change)
-    return change, average
+def _masked(params: Any, names: Any, wanted: str) -> Any:
+    return jax.tree.map(lambda name, leaf: leaf if name == wanted else optax.MaskedNode(), names, params)
 
 
-def _clipped(optimizer: Any, gradients: list[Any], banked: Sequence[bool]) -> list[Any]:
-    def by_norm(g: Any) -> Any:
-        norm = jnp.sqrt(jnp.sum(jnp.square(g)))
-        return g * optimizer.clipnorm / jnp.maximum(norm, optimizer.clipnorm)
-
-    if optimizer.clipnorm:
-        return [jax.vmap(by_norm)(g) if many else by_norm(g) for g, many in zip(gradients, banked, strict=True)]
-    if optimizer.global_clipnorm:
-        limit = optimizer.global_clipnorm
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients))
-        return [g * (limit / jnp.maximum(norm, limit)) for g in gradients]
-    if optimizer.clipvalue:
-        return [jnp.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in gradients]
-    return gradients
+def _is_keras_state(node: Any) -> bool:
+    return isinstance(node, KerasState)
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_name(path), leaf) for path, leaf in flat]
+def _replaced(params: Any, values: Mapping[str, Any], *, copies: bool = True) -> Any:
+    def replace(path: Any, leaf: Any) -> Any:
+        fresh = values.get(path_name(path))
+        return leaf if fresh is None else jnp.copy(fresh) if copies else fresh
 
-
-def _like(params: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(params), list(leaves))
-
-
-def _slot_names(rule: UpdateRule, weights: Sequence[Any], view: StackView) -> tuple[str, ...]:
-    return (*rule.slots, "row", "column") if rule.factored else tuple(rule.slots)
-
-
-def _first(rule: UpdateRule, name: str, view: StackView, weights: Sequence[tuple[str, Any]]) -> list[Any]:
-    def first(path: str, weight: Any) -> Any:
-        shape = weight.shape
-        if rule.factored:
-            matrix = weight.ndim - (view.bank_of(path) is not None) >= 2
-            lead = shape[: 1 if view.bank_of(path) is not None else 0]
-            if name == "row":
-                shape = shape[:-1] if matrix else lead
-            elif name == "column":
-                shape = shape[:-2] + shape[-1:] if matrix else lead
-            elif matrix:
-                shape = lead
-        value = rule.slots.get(name, 0.0)
-        # zeros_like and full_like keep the weight's sharding when the shapes agree.
-        return jnp.full(shape, value, weight.dtype)
-
-    return [first(path, weight) for path, weight in weights]
+    return jax.tree_util.tree_map_with_path(replace, params)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 
 from dew_keras.outputs import align_targets, flatten_outputs
 
-if TYPE_CHECKING:
-    from dew_keras.engine import Engine
-
 
 class StepMethods:
     """One step of training, evaluation and prediction, in pieces that a subclass may replace."""
 
-    _engine: Engine
+    _engine: Any
     _step_key: Any = None
     _loss_tracker: Any
 
@@ -91,9 +88,9 @@ class StepMethods:
             A scalar. Loss terms that the module sowed are added by the step.
         """
         objective = self._engine.bound_objective
-        names, predictions = flatten_outputs(y_pred)
-        targets = align_targets(y, names, "y")
-        weights = align_targets(sample_weight, names, "sample_weight")
+        paths, predictions = flatten_outputs(y_pred)
+        targets = align_targets(y, paths, "y")
+        weights = align_targets(sample_weight, paths, "sample_weight")
         return objective.losses.values(targets, predictions, weights, None)[0]
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
@@ -108,9 +105,9 @@ class StepMethods:
         Returns:
             The numbers by name, over the pass so far.
         """
-        names, predictions = flatten_outputs(y_pred)
-        targets = align_targets(y, names, "y")
-        weights = align_targets(sample_weight, names, "sample_weight")
+        paths, predictions = flatten_outputs(y_pred)
+        targets = align_targets(y, paths, "y")
+        weights = align_targets(sample_weight, paths, "sample_weight")
         self._engine.bound_objective.metrics.update(targets, predictions, weights)
         return self.get_metrics_result()
 
@@ -126,11 +123,13 @@ class StepMethods:
         """
         trainable, non_trainable, optimizer_variables, metric_variables = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        differentiate = jax.value_and_grad(self._loss_and_updates, has_aux=True)
-        (loss, (y_pred, non_trainable)), gradients = differentiate(
-            trainable, non_trainable, x, y, sample_weight, training=True
-        )
         optimizer: Any = self._engine.optimizer
+
+        def scaled(trainable: Any) -> tuple[Any, Any]:
+            loss, updates = self._loss_and_updates(trainable, non_trainable, x, y, sample_weight, training=True)
+            return optimizer.scale_loss(loss), (loss, *updates)
+
+        gradients, (loss, y_pred, non_trainable) = jax.grad(scaled, has_aux=True)(trainable)
         trainable, optimizer_variables = optimizer.stateless_apply(optimizer_variables, gradients, trainable)
         logs, metric_variables = self._measured(metric_variables, loss, x, y, y_pred, sample_weight)
         return logs, (trainable, non_trainable, optimizer_variables, metric_variables)

@@ -1,12 +1,13 @@
 """The update formulas of Keras' optimizers, one weight at a time, as pure functions.
 
-Each rule names the arrays it keeps per weight and returns the change of the weight. Entry point: `rule_of`.
-The formulas follow `keras.optimizers`, where epsilon and bias correction sit differently from optax.
+Each rule names the arrays it keeps per weight and returns the change of the weight. Entry points: `rule_of`,
+`has_rule`. The formulas follow `keras.optimizers`, where epsilon and bias correction sit differently from optax.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,37 +40,74 @@ class UpdateRule:
 
     Attributes:
         step: Maps (gradient, weight, slots, moment) to (change of the weight, new slots).
-        slots: Array kept per weight by name, with its first value.
+        slots: Array kept per weight by name, with its first value; None starts as the weight itself.
+        decay: Weight decay per unit of learning rate, or None.
         is_elementwise: False where the formula reduces over a whole weight, so that the layers of a bank
             must be treated one by one.
         momentum_schedule: Nadam's beta_1, whose schedule multiplies up over the steps; None otherwise.
         factored: Whether "row" and "column" slots lack the last and the last but one dimension.
+        other: The rule of the weights that this one does not take, or None when it takes all.
+        takes: Says of a weight's path and number of dimensions, both of one layer, whether this rule takes it.
     """
 
     step: Step
-    slots: Mapping[str, float]
+    slots: Mapping[str, float | None]
+    decay: float | None = None
     is_elementwise: bool = True
     momentum_schedule: float | None = None
     factored: bool = False
+    other: UpdateRule | None = None
+    takes: Callable[[str, int], bool] = lambda path, ndim: True
+
+    def of(self, path: str, ndim: int) -> UpdateRule:
+        """Return the rule that updates a weight.
+
+        Args:
+            path: The weight's path, of one layer.
+            ndim: Its number of dimensions there.
+        """
+        return self if self.other is None or self.takes(path, ndim) else self.other
+
+    @property
+    def own_slots(self) -> tuple[str, ...]:
+        """Names of the arrays that a weight of this rule keeps."""
+        return (*self.slots, "row", "column") if self.factored else tuple(self.slots)
+
+    @property
+    def all_slots(self) -> tuple[str, ...]:
+        """Names of the arrays that some weight keeps."""
+        others = () if self.other is None else self.other.own_slots
+        return tuple(dict.fromkeys((*self.own_slots, *others)))
+
+
+def has_rule(optimizer: Any) -> bool:
+    """Say whether an optimizer's class is one of Keras' own, or changes no more than their arguments.
+
+    Args:
+        optimizer: A Keras optimizer object.
+    """
+    return _keras_class(type(optimizer)) is not None
 
 
 def rule_of(optimizer: Any) -> UpdateRule:
     """Find the update rule of a Keras optimizer object.
 
     Args:
-        optimizer: An instance of a class of `keras.optimizers`.
-
-    Raises:
-        ValueError: If its class has no rule here; a subclass has none, since it may change the formula.
+        optimizer: One for which `has_rule` holds.
     """
-    make = RULES.get(type(optimizer))
-    if make is None:
-        names = ", ".join(sorted(cls.__name__ for cls in RULES))
-        raise ValueError(
-            f"keras.optimizers.{type(optimizer).__name__} is not mapped to an update on a mesh. Use one of {names}, "
-            f"or an optax transformation. Received: optimizer={optimizer!r}"
-        )
-    return make(optimizer)
+    known = _keras_class(type(optimizer))
+    assert known is not None, f"{type(optimizer).__name__} has a formula of its own"
+    rule = RULES[known](optimizer)
+    return dataclasses.replace(rule, decay=optimizer.weight_decay)
+
+
+def _keras_class(cls: type) -> type | None:
+    for ancestor in cls.__mro__:
+        if ancestor in RULES:
+            return ancestor
+        if not set(vars(ancestor)) <= ARGUMENTS_ONLY:
+            return None
+    return None
 
 
 def nadam_momentum(beta_1: float, count: Array) -> Array:
@@ -86,19 +124,70 @@ def _moving(average: Array, value: Array, decay: float) -> Array:
     return average + (value - average) * (1 - decay)
 
 
-def _adam(o: Any) -> UpdateRule:
+def _adam_step(
+    beta_1: float, beta_2: float, epsilon: float, *, amsgrad: bool = False, rate_factor: float = 1.0
+) -> Step:
     def step(g: Array, w: Array, slots: Slots, now: Moment) -> tuple[Array, dict[str, Array]]:
-        m = _moving(slots["momentum"], g, o.beta_1)
-        v = _moving(slots["velocity"], jnp.square(g), o.beta_2)
+        m = _moving(slots["momentum"], g, beta_1)
+        v = _moving(slots["velocity"], jnp.square(g), beta_2)
         kept = {"momentum": m, "velocity": v}
-        alpha = now.rate * jnp.sqrt(1 - o.beta_2**now.count) / (1 - o.beta_1**now.count)
-        if o.amsgrad:
+        alpha = rate_factor * now.rate * jnp.sqrt(1 - beta_2**now.count) / (1 - beta_1**now.count)
+        if amsgrad:
             v = jnp.maximum(slots["velocity_hat"], v)
             kept["velocity_hat"] = v
-        return -(m * alpha) / (jnp.sqrt(v) + o.epsilon), kept
+        return -(m * alpha) / (jnp.sqrt(v) + epsilon), kept
 
+    return step
+
+
+def _adam(o: Any) -> UpdateRule:
     names = ("momentum", "velocity", "velocity_hat") if o.amsgrad else ("momentum", "velocity")
+    step = _adam_step(o.beta_1, o.beta_2, o.epsilon, amsgrad=o.amsgrad)
     return UpdateRule(step=step, slots=dict.fromkeys(names, 0.0))
+
+
+def _muon(o: Any) -> UpdateRule:
+    def orthogonal(x: Array) -> Array:
+        a, b, c = o.muon_a, o.muon_b, o.muon_c
+        is_tall = x.shape[0] > x.shape[1]
+        x = x.T if is_tall else x
+        x = x / (jnp.linalg.norm(x) + 1e-7)
+        for _ in range(o.ns_steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + (c * gram) @ gram) @ x
+        return x.T if is_tall else x
+
+    def step(g: Array, w: Array, slots: Slots, now: Moment) -> tuple[Array, dict[str, Array]]:
+        m = slots["momentum"] + (g + slots["momentum"] * (o.momentum - 1))
+        change = now.rate * orthogonal(g + o.momentum * m if o.nesterov else m)
+        if o.rms_rate is not None:
+            change = change * jnp.sqrt(float(max(w.shape))) * o.rms_rate
+        return -change, {"momentum": m}
+
+    def takes(path: str, ndim: int) -> bool:
+        if ndim != 2 or (o.exclude_embeddings and "embedding" in path.lower()):
+            return False
+        return not any(re.search(keyword, path) for keyword in o.exclude_layers)
+
+    adam = UpdateRule(
+        step=_adam_step(o.adam_beta_1, o.adam_beta_2, o.epsilon, rate_factor=o.adam_lr_ratio),
+        slots={"momentum": 0.0, "velocity": 0.0},
+        decay=o.adam_weight_decay,
+    )
+    return UpdateRule(step=step, slots={"momentum": 0.0}, is_elementwise=False, other=adam, takes=takes)
+
+
+def _schedule_free_adamw(o: Any) -> UpdateRule:
+    def step(g: Array, w: Array, slots: Slots, now: Moment) -> tuple[Array, dict[str, Array]]:
+        rate = now.rate * jnp.minimum(now.count / o.warmup_steps, 1.0) if o.warmup_steps > 0 else now.rate
+        v = _moving(slots["velocity"], jnp.square(g), o.beta_2)
+        z = slots["momentum"] - rate * g / (jnp.sqrt(v / (1 - o.beta_2**now.count)) + o.epsilon)
+        # The weights are y; the averaged x is what y and the old z were mixed from.
+        x = (w - (1 - o.beta_1) * slots["momentum"]) / o.beta_1
+        x = (1 - 1 / now.count) * x + z / now.count
+        return (1 - o.beta_1) * z + o.beta_1 * x - w, {"momentum": z, "velocity": v}
+
+    return UpdateRule(step=step, slots={"momentum": None, "velocity": 0.0})
 
 
 def _sgd(o: Any) -> UpdateRule:
@@ -239,7 +328,25 @@ RULES: dict[type, Callable[[Any], UpdateRule]] = {
     keras.optimizers.Ftrl: _ftrl,
     keras.optimizers.Lamb: _lamb,
     keras.optimizers.Lion: _lion,
+    keras.optimizers.Muon: _muon,
     keras.optimizers.Nadam: _nadam,
     keras.optimizers.RMSprop: _rmsprop,
     keras.optimizers.SGD: _sgd,
+    keras.optimizers.ScheduleFreeAdamW: _schedule_free_adamw,
+}
+# What a subclass may define without changing how weights are updated.
+ARGUMENTS_ONLY = {
+    "__annotations__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__init__",
+    "__module__",
+    "__qualname__",
+    "__static_attributes__",
+    "__weakref__",
+    "from_config",
+    "get_config",
 }

@@ -1,13 +1,13 @@
 """Named optimizers as optax transformations whose learning rate is an array in the state.
 
-Entry points: `make_optimizer`, `read_learning_rate`, `assign_learning_rate`. The rate can be
+Entry points: `make_optimizer`, `read_learning_rate`, `assign_learning_rate`, `StepTransformation`. The rate can be
 assigned between steps without compiling again; any other optax transformation works too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,31 @@ import optax
 from dew.tree import closest, map_named, matches, named_leaves
 
 Schedule = Callable[[jax.Array], jax.Array]
+
+
+class StepTransformation(NamedTuple):
+    """An optax transformation that takes part in more of a training step than the update.
+
+    Attributes:
+        init: As in optax.
+        update: As in optax.
+        loss_scale: Reads from the state what the loss is multiplied by before it is differentiated; gradients are
+            divided by it in float32. None scales nothing. Reported losses are never scaled.
+        reject: Maps the state at an update whose loss or gradient is not finite; None keeps the state.
+        after_batch: Maps (parameters, state) after a batch that leaves its window open; None changes nothing.
+        averages_batches: Whether a window's gradient is the mean of its batches' mean gradients, rather than the
+            gradient of the pooled total over the pooled mass.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    loss_scale: Callable[[Any], jax.Array] | None = None
+    reject: Callable[[Any], Any] | None = None
+    after_batch: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    averages_batches: bool = False
+
+
+Optimizer = optax.GradientTransformation | StepTransformation
 
 
 def _adam(learning_rate: Any, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8):
@@ -85,7 +110,7 @@ def make_optimizer(
     return optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)(rate)
 
 
-def as_optimizer(optimizer: str | optax.GradientTransformation) -> optax.GradientTransformation:
+def as_optimizer(optimizer: str | Optimizer) -> Optimizer:
     """Accept a name or an optax transformation.
 
     Args:
@@ -103,6 +128,17 @@ def as_optimizer(optimizer: str | optax.GradientTransformation) -> optax.Gradien
         "optimizer must be a name or an optax transformation with init and update. "
         f"Received: optimizer={optimizer!r} of type {type(optimizer).__name__}."
     )
+
+
+def as_step_transformation(optimizer: Optimizer) -> StepTransformation:
+    """Give an optax transformation the parts of a step it does not have.
+
+    Args:
+        optimizer: An optax transformation, or one with those parts already.
+    """
+    if isinstance(optimizer, StepTransformation):
+        return optimizer
+    return StepTransformation(optimizer.init, optimizer.update)
 
 
 def read_learning_rate(opt_state: Any) -> jax.Array | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.nn.sharding import unboxed
 from dew.placement.layout import Layout
+from dew.training.optimizer import Optimizer
 from dew.training.state import TrainState, new_state
 from dew.tree import closest, named_leaves
 
@@ -29,7 +29,7 @@ def plain(variables: Any) -> Any:
     return nn.meta.unbox(unboxed(variables))
 
 
-def abstract_state(variables: Any, optimizer: optax.GradientTransformation, accumulation: int) -> TrainState:
+def abstract_state(variables: Any, optimizer: Optimizer, accumulation: int) -> TrainState:
     """Compute the shapes of a state without making it.
 
     Args:

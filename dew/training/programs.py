@@ -9,10 +9,10 @@ import functools
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.base import Objective
+from dew.training.optimizer import Optimizer
 from dew.training.state import TrainState
 from dew.training.step import (
     Statistics,
@@ -40,7 +40,7 @@ class StepPrograms:
     def __init__(
         self,
         objective: Objective,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         *,
         mesh: Mesh,
         shardings: TrainState,
@@ -113,7 +113,7 @@ class StepPrograms:
 
     @functools.cached_property
     def _accumulate(self) -> Any:
-        return self._compiled(accumulate_step(self._objective, self._shardings.params))
+        return self._compiled(self._accumulate_step)
 
     @functools.cached_property
     def _commit(self) -> Any:
@@ -126,6 +126,10 @@ class StepPrograms:
         return update_step(self._objective, self._optimizer, self._shardings.params)
 
     @property
+    def _accumulate_step(self) -> StepFunction:
+        return accumulate_step(self._objective, self._optimizer, self._shardings.params)
+
+    @property
     def _commit_step(self) -> StepFunction:
         return commit_step(self._objective, self._optimizer, self._shardings.params)
 
@@ -133,7 +137,7 @@ class StepPrograms:
     def _scan(self) -> Any:
         step = self._update_step
         if self._accumulation > 1:
-            accumulate, commit = accumulate_step(self._objective, self._shardings.params), self._commit_step
+            accumulate, commit = self._accumulate_step, self._commit_step
 
             def step(state: TrainState, batch: Any) -> Any:
                 closes = state.microstep + 1 == self._accumulation

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
@@ -30,7 +29,7 @@ from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
 from dew.training.initialise import initialise
 from dew.training.loop import Loop
-from dew.training.optimizer import as_optimizer
+from dew.training.optimizer import Optimizer, as_optimizer
 from dew.training.placing import abstract_state, place_variables, plain, state_shardings
 from dew.training.programs import StepPrograms
 from dew.training.report import Report
@@ -65,7 +64,7 @@ class Trainer:
     def __init__(
         self,
         objective: Objective,
-        optimizer: str | optax.GradientTransformation,
+        optimizer: str | Optimizer,
         *,
         key: int = 0,
         mesh: Mesh | MeshSpec | Mapping[str, int] | None = None,

@@ -165,3 +165,43 @@ def test_on_batch_verbs_return_the_numbers_of_their_batch():
     np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-5)
     np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-6)
     same(ours.train_on_batch(x, y, return_dict=True), theirs.train_on_batch(x, y, return_dict=True))
+
+
+def in_batch(y_true, y_pred):
+    """A loss per row in which the other rows of the batch enter."""
+    error = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+    return error / keras.ops.mean(error)
+
+
+LOSSES_OF_BATCHES = {
+    "scalar": lambda: lambda y, y_pred: keras.ops.mean(keras.ops.square(y - y_pred)),
+    "contrast": lambda: in_batch,
+    "circle": lambda: "circle",
+    "dice": lambda: keras.losses.Dice(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES_OF_BATCHES)
+def test_losses_of_whole_batches_equal_keras_and_refuse_padding(loss):
+    x, y, _ = rows(16)
+    y = np.arange(16)[:, None] % 3 if loss == "circle" else y
+    ours, theirs = twins(optimizer="sgd", loss=LOSSES_OF_BATCHES[loss], mesh={"data": 4, "fsdp": 2})
+    np.testing.assert_allclose(ours.evaluate(x, y, 8, 0), theirs.evaluate(x, y, 8, 0), rtol=1e-5)
+    with pytest.raises(ValueError, match="does not give each row a number of its own"):
+        ours.evaluate(x[:12], y[:12], 8, 0)
+    with pytest.raises(ValueError, match="does not give each row a number of its own"):
+        ours.train_on_batch(x[:5], y[:5])
+
+
+def test_a_loss_of_a_users_own_may_be_padded_when_rows_stand_alone():
+    x, y, _ = rows(10)
+    ours, theirs = twins(optimizer="sgd", loss=lambda: OwnLoss(), mesh={"data": 8})
+    same(ours.fit(x, y, 4, 2, 0, shuffle=False).history, theirs.fit(x, y, 4, 2, 0, shuffle=False).history)
+
+
+class OwnLoss(keras.losses.Loss):
+    """A loss class with arithmetic of its own."""
+
+    def call(self, y_true, y_pred):
+        """Compare row by row."""
+        return keras.ops.sum(keras.ops.abs(y_true - y_pred) ** 1.5, axis=-1)

@@ -33,7 +33,7 @@ def compiles(module=None, **arguments):
         ({"sequence_length": 0}, r"sequence_length=0"),
         ({"sampler": "topk"}, r"Did you mean 'top_k'.*Received: sampler='topk'"),
         ({"dtype": "float8"}, r"Unknown dtype name"),
-        ({"remat": "full"}, r"Linear decides them in its own code"),
+        ({"remat": "full"}, r"Linear decides it in its own code"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulation": 2}, r"not both"),
     ],
 )

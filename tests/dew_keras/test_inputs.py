@@ -1,12 +1,16 @@
 """Every form of data gives each row once, pads what does not divide with zero weight, and says what is wrong."""
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
+import dew_keras
 from dew.placement.partition import DataPartition
+from dew_keras.arrays import count_rows, keras_arrays
 from dew_keras.inputs import ArraySource, RowSharing, SlicedSource, keras_source
-from tests.dew_keras.nets import rows, twins
+from tests.dew_keras.nets import Linear, rows, twins
 
 ON_EIGHT = RowSharing(divisor=8)
 
@@ -169,3 +173,52 @@ def test_a_source_of_token_rows_clears_the_mask_of_filling():
     assert count == 1
     assert last["loss_mask"].sum() == 4
     assert last["loss_mask"][0].all()
+
+
+class Frame:
+    """What holds its numbers as pandas does."""
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+
+    def __array__(self, dtype=None, copy=None):
+        """Give the numbers."""
+        return np.asarray(self.values, dtype)
+
+    def __len__(self):
+        """Count rows."""
+        return len(self.values)
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, Frame, lambda x: x.astype("float64")], ids=["jax", "frame", "float64"])
+def test_arrays_of_other_libraries_are_read(make):
+    x, y, weight = rows(10)
+    arrays = keras_arrays(make(x), {"a": make(y)}, [make(weight)])
+    assert all(type(leaf) is np.ndarray and leaf.dtype == np.float32 for leaf in jax.tree.leaves(arrays))
+    np.testing.assert_array_equal(arrays["x"], x)
+    np.testing.assert_array_equal(arrays["y"]["a"], y)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((np.zeros((0, 4)), np.zeros((0, 3))), "no rows"),
+        ((np.zeros((4, 4)), np.zeros((3, 3))), "Data cardinality is ambiguous"),
+        ((np.zeros((2, 4)), [1.0, 2.0]), r"\['y'\] hold lone numbers"),
+        ((np.zeros((2, 4)), np.zeros(2), 2.0), r"\['sample_weight'\] hold lone numbers"),
+        ((np.array(["a", "b"]), np.zeros(2)), "must hold numbers"),
+        ((np.zeros((2, 4)), np.zeros(2), None, [1.0, 2.0]), "`class_weight` maps class numbers"),
+    ],
+)
+def test_arrays_that_cannot_be_rows_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        count_rows(keras_arrays(*arguments))
+
+
+def test_targets_that_go_missing_are_named():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse", mesh={"data": 8})
+    model.evaluate(x, y, verbose=0)
+    with pytest.raises(ValueError, match="needs targets, and y is missing"):
+        model.evaluate(x, verbose=0)
