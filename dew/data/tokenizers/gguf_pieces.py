@@ -46,5 +46,6 @@ def pieces_from_metadata(metadata: Mapping[str, Any]) -> Backend:
         remove_extra_whitespaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
     )
     backend = sentencepiece_backend(model, "tokenizer.ggml.tokens", prefix="always", whole_pieces=False)
+    backend.add_special_tokens([text for text, _, kind in pieces if kind == UNKNOWN])
     add_ends(backend, metadata, {text: number for number, (text, _, _) in enumerate(pieces)}, adds_bos=True)
     return backend

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -112,7 +113,7 @@ def sentencepiece_backend(model: PieceModel, where: object, *, prefix: str, whol
     _check_pieces(model, where)
     user_defined = [text for text, _, kind in model.pieces if kind == USER_DEFINED]
     with refusing_panics(where):
-        backend = Backend(_algorithm(model, split_words=bool(user_defined) and not whole_pieces))
+        backend = Backend(_algorithm(model, whole_pieces=whole_pieces))
         steps = _normalizers(model, second_prefix=prefix == "always" and not whole_pieces)
         if steps:
             backend.normalizer = normalizers.Sequence(steps)
@@ -132,30 +133,33 @@ def sentencepiece_backend(model: PieceModel, where: object, *, prefix: str, whol
     return backend
 
 
-def _algorithm(model: PieceModel, *, split_words: bool) -> Any:
+def _algorithm(model: PieceModel, *, whole_pieces: bool) -> Any:
     if model.algorithm == UNIGRAM:
         vocab = [(text, score) for text, score, _ in model.pieces]
         return models.Unigram(vocab, unk_id=model.unk_id, byte_fallback=model.byte_fallback)
     return models.BPE(
         vocab={text: number for number, (text, _, _) in enumerate(model.pieces)},
-        merges=_merges(model.pieces),
+        merges=_merges(model.pieces, of_all=whole_pieces),
         unk_token=model.pieces[model.unk_id][0],
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
-        ignore_merges=split_words,
+        ignore_merges=not whole_pieces and any(kind == USER_DEFINED for _, _, kind in model.pieces),
     )
 
 
-def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a third, best score first: what SentencePiece finds anew for every text."""
-    normal = {text for text, _, kind in pieces if kind == NORMAL}
+def _merges(pieces: Sequence[tuple[str, float, int]], *, of_all: bool) -> list[tuple[str, str]]:
+    """Pairs of pieces that make a third, best first: what SentencePiece finds anew for every text, by score.
+
+    Llama's and Gemma's tokenizers merge `of_all` pieces, by id, so that Gemma's runs of spaces are found.
+    """
+    kinds = range(NORMAL, BYTE + 1) if of_all else (NORMAL,)
+    mergeable = {text for text, _, kind in pieces if kind in kinds}
     ranked = []
     for number, (text, score, kind) in enumerate(pieces):
-        if kind != NORMAL:
-            continue
-        for cut in range(1, len(text)):
-            if text[:cut] in normal and text[cut:] in normal:
-                ranked.append((-score, number, cut, text[:cut], text[cut:]))
+        if kind in kinds:
+            for cut in range(1, len(text)):
+                if text[:cut] in mergeable and text[cut:] in mergeable:
+                    ranked.append((0.0 if of_all else -score, number, cut, text[:cut], text[cut:]))
     return [(left, right) for _, _, _, left, right in sorted(ranked)]
 
 
@@ -204,11 +208,12 @@ def _check_pieces(model: PieceModel, where: object) -> None:
 def _piece(data: bytes, where: object) -> tuple[str, float, int]:
     message = dict(_fields(data, where))
     raw = _expect(message.get(1, b""), bytes, "the text of a piece", where)
-    score = message.get(2, 0.0)
+    # The shortest decimal of the float32: tokenizer.json writes it and reads the same number again.
+    score = float(str(np.float32(_expect(message.get(2, 0.0), float, "a score", where))))
     try:
         return (
             raw.decode("utf-8"),
-            _expect(score, float, "a score", where),
+            score,
             _expect(message.get(3, 1), int, "a kind", where),
         )
     except UnicodeDecodeError as error:
