@@ -224,7 +224,7 @@ def _copy_piece(
     inner: tuple[slice, ...],
     target: np.ndarray,
 ) -> None:
-    values = source.read(name, recipe.located(covering))
+    values = source.read(name, covering)
     copy_tiled(target, values.reshape(recipe.read_factors(covering))[inner])
 
 

@@ -26,38 +26,17 @@ class Weight:
         path: Logical path of the leaf; `{i}` stands for a layer number.
         tensor: Hugging Face name of the tensor, with the same `{i}`.
         arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one.
-        fused: (path, arrangement) of all the leaves that the tensor holds one after the other, this one among them;
-            empty for a tensor that holds one leaf.
-        axis: Dimension of the tensor along which they follow each other.
     """
 
     path: str
     tensor: str
     arrangement: str
-    fused: tuple[tuple[str, str], ...] = ()
-    axis: int = 0
-
-    def layer(self, path: str) -> str | None:
-        """Layer number in a logical path, empty for a path without; None when the rule is not about this path."""
-        pattern = re.escape(self.path).replace(r"\{i\}", r"(?P<i>\d+)")
-        found = re.fullmatch(pattern, path)
-        return found and found.groupdict().get("i", "")
 
     def match(self, path: str) -> str | None:
         """Name of the tensor that a logical path is loaded from, or None when the rule is not about this path."""
-        number = self.layer(path)
-        return None if number is None else self.tensor.replace("{i}", number)
-
-
-def fused(tensor: str, parts: Mapping[str, str], axis: int = 0) -> tuple[Weight, ...]:
-    """Rules of the leaves that one tensor holds side by side, such as queries, keys and values.
-
-    Args:
-        tensor: Hugging Face name.
-        parts: Path to arrangement, in the order in which the leaves follow each other.
-        axis: Dimension of the tensor along which they do.
-    """
-    return tuple(Weight(path, tensor, arrangement, tuple(parts.items()), axis) for path, arrangement in parts.items())
+        pattern = re.escape(self.path).replace(r"\{i\}", r"(?P<i>\d+)")
+        found = re.fullmatch(pattern, path)
+        return found and self.tensor.replace("{i}", found.groupdict().get("i", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +49,6 @@ class Recipe:
         sources: Tensor of each layer of a bank, or the one tensor of another leaf.
         banked: Whether the leaf has a leading dimension of layers.
         arrangement: As in `Weight`.
-        axis: Dimension of the tensor along which this leaf is a part of it.
-        begin: Where on that dimension the leaf begins.
-        extent: Size of that dimension of the whole tensor; None when the leaf is all of it.
     """
 
     path: str
@@ -80,9 +56,6 @@ class Recipe:
     sources: tuple[str, ...]
     banked: bool
     arrangement: str
-    axis: int = 0
-    begin: int = 0
-    extent: int | None = None
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -90,24 +63,9 @@ class Recipe:
         return self.shape[1:] if self.banked else self.shape
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of the part of each source tensor that is this leaf: all of it, unless it is fused with others."""
-        return tuple(math.prod(sizes) for sizes in self.factors)
-
-    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each source tensor."""
-        whole = list(self.part_shape)
-        if self.extent is not None:
-            whole[self.axis] = self.extent
-        return tuple(whole)
-
-    def located(self, index: Sequence[slice]) -> tuple[slice, ...]:
-        """Say where in the source tensor a part of the leaf's own part of it lies."""
-        moved = list(index)
-        along = moved[self.axis]
-        moved[self.axis] = slice(along.start + self.begin, along.stop + self.begin)
-        return tuple(moved)
+        return tuple(math.prod(sizes) for sizes in self.factors)
 
     @property
     def factors(self) -> tuple[tuple[int, ...], ...]:
@@ -128,7 +86,7 @@ class Recipe:
         return part.transpose(np.argsort(self.order))
 
     def tensor_slices(self, index: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Say which part of the tensor holds a part of the layer's leaf, counted from where the leaf begins.
+        """Say which part of the tensor holds a part of the layer's leaf.
 
         Args:
             index: One slice with start and stop per dimension of the layer's leaf.
@@ -183,71 +141,19 @@ def recipes(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], vi
         ValueError: If a leaf has no rule, or a tensor would be read by two leaves.
     """
     found: list[Recipe] = []
-    reader: dict[str, dict[int, str]] = {}
-    layer_shapes = {
-        logical: tuple(shape[1:] if view.bank_of(path) is not None else shape)
-        for path, shape in shapes.items()
-        for logical in view.logical_paths(path)
-    }
+    reader: dict[str, str] = {}
     for path, shape in shapes.items():
-        matched = [
-            (weight, name, logical)
-            for logical in view.logical_paths(path)
-            for weight in weights
-            if (name := weight.match(logical))
-        ]
-        rules = {weight for weight, _, _ in matched}
-        if len(matched) != len(view.logical_paths(path)) or len({weight.arrangement for weight in rules}) != 1:
+        logical = view.logical_paths(path)
+        matched = [(weight, name) for each in logical for weight in weights if (name := weight.match(each))]
+        if len(matched) != len(logical) or len({weight.arrangement for weight, _ in matched}) != 1:
             raise ValueError(f"The leaf {path!r} of shape {shape} has no place in a checkpoint of this family.")
-        places = {_place(weight, logical, layer_shapes) for weight, _, logical in matched}
-        if len(places) != 1:
-            raise ValueError(
-                f"The layers of {path!r} lie at different places of their fused tensors: {sorted(places)}."
-            )
-        names = tuple(name for _, name, _ in matched)
-        begin, extent = places.pop()
+        names = tuple(name for _, name in matched)
         for name in names:
-            others = reader.setdefault(name, {})
-            if begin in others or (others and not extent):
-                taken = others.get(begin, next(iter(others.values())))
-                raise ValueError(f"The leaves {taken!r} and {path!r} would both be read from {name!r}.")
-            others[begin] = path
-        weight = matched[0][0]
-        banked = view.bank_of(path) is not None
-        found.append(
-            Recipe(
-                path,
-                tuple(shape),
-                names,
-                banked,
-                weight.arrangement,
-                axis=weight.axis,
-                begin=begin,
-                extent=extent or None,
-            )
-        )
+            if name in reader:
+                raise ValueError(f"The leaves {reader[name]!r} and {path!r} would both be read from {name!r}.")
+            reader[name] = path
+        found.append(Recipe(path, tuple(shape), names, view.bank_of(path) is not None, matched[0][0].arrangement))
     return tuple(found)
-
-
-def _place(weight: Weight, logical: str, layer_shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Where a leaf begins in its tensor, and the size of the tensor there; (0, 0) when it is all of it.
-
-    Raises:
-        ValueError: If the model lacks a leaf that the tensor holds too.
-    """
-    if not weight.fused:
-        return 0, 0
-    number = weight.layer(logical)
-    assert number is not None, "the rule has matched this path"
-    begin, end = 0, 0
-    for path, arrangement in weight.fused:
-        sibling = path.replace("{i}", number)
-        if sibling not in layer_shapes:
-            raise ValueError(f"The tensor {weight.tensor!r} holds {sibling!r} too, which this model does not have.")
-        if path == weight.path:
-            begin = end
-        end += Recipe(sibling, layer_shapes[sibling], (), False, arrangement).part_shape[weight.axis]
-    return begin, end
 
 
 def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object) -> None:
