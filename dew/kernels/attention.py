@@ -25,7 +25,7 @@ Implementation = Literal["auto", "xla"]
 
 @struct.dataclass
 class Visibility:
-    """Which keys each query may read: not later than itself, and of the same segment.
+    """Which keys each query may read: not later than itself, within a window, and of the same segment.
 
     Two small vectors a side instead of a [T, S] mask: chunks of queries build only their own rows.
 
@@ -34,16 +34,20 @@ class Visibility:
         key_slots: Place of each key, [B or 1, S].
         query_segments: Document number of each query, [B or 1, T]; None when all are one document.
         key_segments: Document number of each key, [B or 1, S]; a query reads its own number only.
+        window: How many slots a query reads, its own included; None means all before it.
     """
 
     query_slots: Int[Array, "#B T"]
     key_slots: Int[Array, "#B S"]
     query_segments: Int[Array, "#B T"] | None = None
     key_segments: Int[Array, "#B S"] | None = None
+    window: int | None = struct.field(pytree_node=False, default=None)
 
     def mask(self) -> Bool[Array, "#B T S"]:
         """Mark every (query, key) pair that is visible; the row dimension is 1 when all rows agree."""
         visible = self.key_slots[:, None, :] <= self.query_slots[:, :, None]
+        if self.window is not None:
+            visible &= self.key_slots[:, None, :] > self.query_slots[:, :, None] - self.window
         if self.query_segments is not None and self.key_segments is not None:
             visible &= self.key_segments[:, None, :] == self.query_segments[:, :, None]
         return visible

@@ -4,7 +4,8 @@ Entry points: `AttentionSpec`, `SelfAttention` (grouped queries: https://arxiv.o
 """
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal
 
 from flax import linen as nn
 
@@ -12,7 +13,7 @@ from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility, attention
 from dew.nn.cache import LayerCache
 from dew.nn.linear import Linear
-from dew.nn.norm import NormSpec, RmsNorm
+from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain
 
@@ -30,9 +31,11 @@ class AttentionSpec:
         head_dim: Width of a head.
         bias: Whether the q, k and v projections add a bias.
         out_bias: Whether the output projection adds a bias.
-        qk_norm: Norm of each query and key head before rotation; None means none.
+        qk_norm: Norm of queries and keys before rotation; None means none.
+        qk_norm_over: What it normalises together: each head, or all heads of a token (OLMo 2).
         scale: Factor on the logits; None means head_dim ** -0.5.
         softcap: Bound of the logits; None leaves them.
+        window: How many tokens a token reads, itself included; None means all before it.
         rotary: Rotary positions; None means none.
     """
 
@@ -42,8 +45,10 @@ class AttentionSpec:
     bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "projection"] = "head"
     scale: float | None = None
     softcap: float | None = None
+    window: int | None = None
     rotary: RotarySpec | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +58,12 @@ class AttentionSpec:
                 "attention needs positive sizes and num_heads a multiple of num_kv_heads. Received: "
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
             )
+        if self.qk_norm_over not in ("head", "projection"):
+            raise ValueError(f"qk_norm_over must be 'head' or 'projection'. Received: {self.qk_norm_over!r}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"a softcap must be positive, None for none. Received: softcap={self.softcap}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window must hold a token or more, None for all. Received: window={self.window}")
         if self.rotary is not None:
             self.rotary.width(self.head_dim)
 
@@ -87,8 +98,9 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
         self.o_proj = Linear(queries, narrow, ("heads", "head_dim"), ("embed",), spec.out_bias, dtype)
         if spec.qk_norm is not None:
-            self.q_norm = RmsNorm(spec.head_dim, spec.qk_norm, dtype)
-            self.k_norm = RmsNorm(spec.head_dim, spec.qk_norm, dtype)
+            dims = 1 if spec.qk_norm_over == "head" else 2
+            sizes = (math.prod(heads[-dims:]) for heads in (queries, pairs))
+            self.q_norm, self.k_norm = (Norm(size, spec.qk_norm, dtype, dims) for size in sizes)
 
     def __call__(
         self,
@@ -101,7 +113,7 @@ class SelfAttention(nn.Module):
 
         Args:
             x: Normalised residual stream.
-            visibility: Which keys each query reads.
+            visibility: Which keys each query reads where no window hides them.
             rotary: Tables of the tokens' positions; None where the spec has no rotary.
             cache: This layer's window on the cache; None for whole sequences.
 
@@ -117,7 +129,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            visibility=visibility,
+            visibility=dataclasses.replace(visibility, window=self.spec.window),
             scale=self.spec.logit_scale,
             softcap=self.spec.softcap,
             implementation=self.implementation,
@@ -131,5 +143,5 @@ class SelfAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.spec.rotary is not None:
             assert rotary is not None, "the caller computes the tables of every rotary spec"
-            query, key = rotate(query, rotary), rotate(key, rotary)
+            query, key = (rotate(heads, rotary, self.spec.rotary) for heads in (query, key))
         return constrain(query, QUERY_NAMES), constrain(key, KEY_NAMES), constrain(value, KEY_NAMES)

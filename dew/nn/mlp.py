@@ -1,4 +1,4 @@
-"""The gated multi-layer perceptron of a decoder block.
+"""The multi-layer perceptron of a decoder block, gated or plain.
 
 Entry points: `MlpSpec`, `Mlp` (https://arxiv.org/abs/2002.05202).
 """
@@ -15,13 +15,15 @@ from dew.arrays import Array, Float
 from dew.nn.linear import Linear
 from dew.nn.sharding import constrain
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu_squared"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_quick": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "relu_squared": lambda x: jax.nn.relu(x) ** 2,
 }
 
 
@@ -31,13 +33,15 @@ class MlpSpec:
 
     Attributes:
         features: Hidden width.
-        activation: Function of the gate.
-        bias: Whether the three projections add a bias.
+        activation: Function of the gate; without a gate, of the hidden values.
+        bias: Whether the projections add a bias.
+        gated: Whether a gate multiplies the hidden values.
     """
 
     features: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
     def __post_init__(self) -> None:
         if self.features < 1:
@@ -49,7 +53,7 @@ class MlpSpec:
 
 
 class Mlp(nn.Module):
-    """down(activation(gate(x)) * up(x)).
+    """down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x))).
 
     Attributes:
         features: Width of the residual stream.
@@ -62,25 +66,27 @@ class Mlp(nn.Module):
     param_dtype: Any = "float32"
 
     def setup(self) -> None:
-        """Declare the three projections."""
+        """Declare the projections."""
         wide = (self.spec.features,)
         narrow = (self.features,)
         bias, dtype = self.spec.bias, self.param_dtype
-        self.gate_proj = Linear(narrow, wide, ("embed",), ("mlp",), bias, dtype)
+        if self.spec.gated:
+            self.gate_proj = Linear(narrow, wide, ("embed",), ("mlp",), bias, dtype)
         self.up_proj = Linear(narrow, wide, ("embed",), ("mlp",), bias, dtype)
         self.down_proj = Linear(wide, narrow, ("mlp",), ("embed",), bias, dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply the perceptron to each token."""
         names = ("activation_batch", "activation_length", "activation_mlp")
-        gate = constrain(self.gate_proj(x), names)
-        up = constrain(self.up_proj(x), names)
+        inputs = [constrain(self.gate_proj(x), names)] if self.spec.gated else []
+        inputs.append(constrain(self.up_proj(x), names))
+        activation = ACTIVATIONS[self.spec.activation]
         _ = self.down_proj.kernel  # bound here: inside the checkpoint Flax could not bind it
 
         # Between the projections only gate and up are kept for the backward pass: the rest is elementwise and cheaper
         # to compute again than to write and read, and the product itself is not repeated.
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def finish(gate: Array, up: Array) -> Array:
-            return self.down_proj(ACTIVATIONS[self.spec.activation](gate) * up)
+        def finish(*inputs: Array) -> Array:
+            return self.down_proj(activation(inputs[0]) * inputs[1] if len(inputs) > 1 else activation(inputs[0]))
 
-        return finish(gate, up)
+        return finish(*inputs)

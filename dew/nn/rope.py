@@ -1,7 +1,7 @@
 """Rotary position embedding and the ways checkpoints stretch it over longer contexts.
 
-Entry points: `RotarySpec`, `rotary_tables`, `rotate` (https://arxiv.org/abs/2104.09864; halves, not pairs, are
-rotated together). Frequencies are data of the checkpoint, computed in float32 as the reference does.
+Entry points: `RotarySpec`, `rotary_tables`, `rotate` (https://arxiv.org/abs/2104.09864). Frequencies are data of
+the checkpoint, computed in float32 as the reference does.
 """
 
 import dataclasses
@@ -67,7 +67,27 @@ class YarnScaling:
     truncate: bool = True
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """Divide each frequency by a factor of its own, of one list or another by a row's length (LongRoPE).
+
+    Source: https://arxiv.org/abs/2402.13753. A row's length is its largest position + 1; keys that a cache already
+    holds keep the rotation they were written with.
+
+    Attributes:
+        short_factor: Divisors up to the original context, one per frequency.
+        long_factor: Divisors beyond it.
+        original_max_length: Context of the original training, in tokens.
+        attention_factor: Factor on cos and sin.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_length: int
+    attention_factor: float = 1.0
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +98,16 @@ class RotarySpec:
         theta: Base of the wavelengths.
         scaling: How the frequencies are stretched; None leaves them.
         fraction: Leading part of the head width that is rotated.
+        interleaved: Whether neighbouring dimensions are rotated together, rather than the two halves.
+        in_float32: Whether the rotation is computed in float32 whatever the heads are (Cohere); tables are rounded to
+            the heads' dtype either way.
     """
 
     theta: float
     scaling: Scaling | None = None
     fraction: float = 1.0
+    interleaved: bool = False
+    in_float32: bool = False
 
     def __post_init__(self) -> None:
         if not self.theta > 1:
@@ -96,11 +121,18 @@ class RotarySpec:
         """Count the rotated dimensions of a head.
 
         Raises:
-            ValueError: If it is odd.
+            ValueError: If it is odd, or a scaling has factors for another width.
         """
         width = int(head_dim * self.fraction)
         if width % 2 or not width:
             raise ValueError(f"rotary needs an even width. Received: head_dim={head_dim}, fraction={self.fraction}")
+        if isinstance(self.scaling, LongRopeScaling):
+            counts = len(self.scaling.short_factor), len(self.scaling.long_factor)
+            if counts != (width // 2, width // 2):
+                raise ValueError(
+                    f"longrope needs {width // 2} short and long factors for {width} rotated dimensions. Received: "
+                    f"{counts[0]} and {counts[1]}"
+                )
         return width
 
 
@@ -124,20 +156,27 @@ def rotary_tables(spec: RotarySpec, head_dim: int, positions: Int[Array, "B T"])
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T N H"], tables: Tables) -> Float[Array, "B T N H"]:
-    """Rotate the two halves of each head's leading dimensions by the position's angles.
+def rotate(x: Float[Array, "B T N H"], tables: Tables, spec: RotarySpec) -> Float[Array, "B T N H"]:
+    """Rotate pairs of each head's leading dimensions by the position's angles.
 
     Args:
         x: Queries or keys.
         tables: Output of `rotary_tables`.
+        spec: Which dimensions make a pair, and the dtype of the arithmetic.
 
     Returns:
         The rotated heads, in the dtype of `x`.
     """
     cos, sin = (table[:, :, None, :].astype(x.dtype) for table in tables)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    width = 2 * cos.shape[-1]
+    heads = x.astype(jnp.float32) if spec.in_float32 else x
+    turned, rest = heads[..., :width], heads[..., width:]
+    if spec.interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([pairs.reshape(turned.shape), rest], axis=-1).astype(x.dtype)
+    first, second = turned[..., : width // 2], turned[..., width // 2 :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
 def _frequencies(spec: RotarySpec, width: int, positions: Int[Array, "B T"]) -> tuple[Array | np.ndarray, float]:
@@ -145,6 +184,8 @@ def _frequencies(spec: RotarySpec, width: int, positions: Int[Array, "B T"]) -> 
     scaling = spec.scaling
     if isinstance(scaling, DynamicScaling):
         return _dynamic(spec.theta, scaling, width, positions), 1.0
+    if isinstance(scaling, LongRopeScaling):
+        return _longrope(spec.theta, scaling, width, positions), scaling.attention_factor
     plain = _plain(spec.theta, width)
     if isinstance(scaling, LinearScaling):
         return plain / np.float32(scaling.factor), 1.0
@@ -166,6 +207,14 @@ def _dynamic(theta: float, scaling: DynamicScaling, width: int, positions: Int[A
     stretch = scaling.factor * length / original - (scaling.factor - 1.0)
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     return 1.0 / (theta * stretch ** (width / (width - 2))) ** exponents
+
+
+def _longrope(theta: float, scaling: LongRopeScaling, width: int, positions: Int[Array, "B T"]) -> Array:
+    powers = np.float32(theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    factors = np.asarray([scaling.short_factor, scaling.long_factor], np.float32)
+    short, long = np.float32(1.0) / (factors * powers)
+    length = jnp.max(positions, axis=1, keepdims=True)[..., None] + 1
+    return jnp.where(length > scaling.original_max_length, long, short)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:

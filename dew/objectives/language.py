@@ -32,7 +32,8 @@ class LanguageModel:
 
     Attributes:
         module: A module with `hidden_states`, `head_weight` and `vocab_size`, such as
-            `CausalTransformer`.
+            `CausalTransformer`; its `logit_scale` and `logit_softcap`, where it has them, apply to
+            the logits.
     """
 
     module: Any
@@ -104,7 +105,10 @@ class LanguageModel:
         )
         head = self.module.head_weight(variables)
         mesh = jax.sharding.get_abstract_mesh()
-        total, correct = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"])
+        scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
+        total, correct = sharded_token_loss(
+            mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap
+        )
         mass = jnp.sum(batch["weights"])
         return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
 

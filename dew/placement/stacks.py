@@ -83,13 +83,13 @@ class StackView:
             physical_path: Path of a stored leaf.
 
         Returns:
-            For example `params/layers_0..29/mlp/gate_proj/kernel`.
+            For example `params/layers_0..29/mlp/gate_proj/kernel`; `layers_0..24:2` is every second layer.
         """
         bank = self.bank_of(physical_path)
         if bank is None:
             return physical_path
         first, last = bank.layers[0], bank.layers[-1]
-        run = first if len(bank.layers) == 1 else f"{first}..{last.rsplit('_', 1)[-1]}"
+        run = first if len(bank.layers) == 1 else f"{first}..{last.rsplit('_', 1)[-1]}{_step(bank)}"
         return _replaced(physical_path, bank.name, run)
 
     def physical(self, logical_path: str) -> tuple[str, int | None]:
@@ -200,6 +200,14 @@ def stack_view(module: Any) -> StackView:
 def is_box(leaf: Any) -> bool:
     """Say whether a leaf is a Flax box that declares logical dimension names."""
     return isinstance(leaf, nn.meta.AxisMetadata)
+
+
+def _step(bank: Bank) -> str:
+    """Write the distance of a bank's layers where it is not 1."""
+    numbers = [layer.rsplit("_", 1)[-1] for layer in bank.layers]
+    if not all(number.isdigit() for number in numbers[:2]) or int(numbers[1]) - int(numbers[0]) == 1:
+        return ""
+    return f":{int(numbers[1]) - int(numbers[0])}"
 
 
 def _replaced(path: str, old: str, new: str) -> str:

@@ -39,16 +39,19 @@ _REPLACEABLE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One tensor to write: from which layer of which leaf, and its size in the file."""
+    """One tensor to write: from which layer of which leaf or leaves, and its size in the file."""
 
     name: str
-    recipe: Recipe
-    layer: int
+    parts: tuple[tuple[Recipe, int], ...]
     dtype: np.dtype
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0][0].tensor_shape
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.recipe.tensor_shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_pretrained(
@@ -154,10 +157,14 @@ def _tensors(
             f"The variables are not those of the model: {len(wrong)} leaves are missing, left over or of another "
             f"shape, such as {sorted(wrong)[:3]}."
         )
+    parts: dict[str, list[tuple[Recipe, int]]] = {}
+    for recipe in todo.values():
+        for layer, name in enumerate(recipe.sources):
+            parts.setdefault(name, []).append((recipe, layer))
     tensors = []
-    for path, recipe in todo.items():
-        stored = np.dtype(arrays[path].dtype if dtype is None else dtype)
-        tensors += [_Tensor(name, recipe, layer, stored) for layer, name in enumerate(recipe.sources)]
+    for name, pieces in parts.items():
+        dtypes = [np.dtype(arrays[recipe.path].dtype if dtype is None else dtype) for recipe, _ in pieces]
+        tensors.append(_Tensor(name, tuple(pieces), max(dtypes, key=lambda each: each.itemsize)))
     return tensors, arrays
 
 
@@ -189,7 +196,7 @@ def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], arrays: Mapping[str
     for tensor in tensors:
         header[tensor.name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.recipe.tensor_shape),
+            "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }
         offset += tensor.nbytes
@@ -197,17 +204,22 @@ def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], arrays: Mapping[str
     text += b" " * (-len(text) % 8)  # the data starts aligned
     file.write(struct.pack("<Q", len(text)) + text)
     for tensor in tensors:
-        file.write(_stored(tensor, arrays[tensor.recipe.path]).reshape(-1).view(np.uint8).data)
+        file.write(_stored(tensor, arrays).reshape(-1).view(np.uint8).data)
 
 
-def _stored(tensor: _Tensor, leaf: Any) -> np.ndarray:
-    """Bring one layer of one leaf to the host in the file's arrangement."""
-    layer = np.asarray(_take_layer(leaf, tensor.layer) if tensor.recipe.banked else leaf)
-    values = tensor.recipe.in_tensor_order(layer)
-    result = np.empty(values.shape, tensor.dtype)
-    # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
-    copy_tiled(tensor_side(result, tensor.recipe), layer)
-    return result.reshape(tensor.recipe.tensor_shape)
+def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
+    """Bring one tensor to the host in the file's arrangement."""
+    result = np.empty([size for group in tensor.parts[0][0].factors for size in group], tensor.dtype)
+    for recipe, number in tensor.parts:
+        leaf = arrays[recipe.path]
+        layer = np.asarray(_take_layer(leaf, number) if recipe.banked else leaf)
+        own = result
+        if recipe.cut is not None:
+            stop = recipe.cut.start + recipe.in_tensor_order(layer).shape[recipe.cut.factor]
+            own = result[(slice(None),) * recipe.cut.factor + (slice(recipe.cut.start, stop),)]
+        # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
+        copy_tiled(tensor_side(own, recipe), layer)
+    return result.reshape(tensor.shape)
 
 
 def tensor_side(stored: np.ndarray, recipe: Recipe) -> np.ndarray:

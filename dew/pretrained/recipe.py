@@ -19,6 +19,19 @@ from dew.tree import closest, matches
 
 
 @dataclasses.dataclass(frozen=True)
+class Fused:
+    """Several leaves stored one after the other in one tensor.
+
+    Attributes:
+        dimension: The dimension of this leaf along which they follow each other.
+        parts: Paths of all of them in their order, as in `Weight.path`.
+    """
+
+    dimension: str
+    parts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """Rule of a family: which stored tensor a per-layer leaf is.
 
@@ -26,17 +39,49 @@ class Weight:
         path: Logical path of the leaf; `{i}` stands for a layer number.
         tensor: Hugging Face name of the tensor, with the same `{i}`.
         arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one.
+        fused: Where the leaf lies in a tensor that holds several; None where it is the whole tensor.
     """
 
     path: str
     tensor: str
     arrangement: str
+    fused: Fused | None = None
 
     def match(self, path: str) -> str | None:
         """Name of the tensor that a logical path is loaded from, or None when the rule is not about this path."""
-        pattern = re.escape(self.path).replace(r"\{i\}", r"(?P<i>\d+)")
-        found = re.fullmatch(pattern, path)
-        return found and self.tensor.replace("{i}", found.groupdict().get("i", ""))
+        number = self.number(path)
+        return None if number is None else self.tensor.replace("{i}", number)
+
+    def number(self, path: str) -> str | None:
+        """Layer number in a logical path, empty where the rule has none; None when the rule is not about this path."""
+        found = re.fullmatch(re.escape(self.path).replace(r"\{i\}", r"(?P<i>\d+)"), path)
+        return None if found is None else found.groupdict().get("i", "")
+
+
+def fused_weights(tensor: str, *parts: tuple[str, str, str]) -> tuple[Weight, ...]:
+    """State the leaves of one tensor.
+
+    Args:
+        tensor: Name of the tensor, as in `Weight`.
+        *parts: Path, arrangement and fused dimension of each leaf, in the tensor's order.
+    """
+    paths = tuple(path for path, _, _ in parts)
+    return tuple(Weight(path, tensor, arrangement, Fused(dimension, paths)) for path, arrangement, dimension in parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which part of a fused tensor a leaf is.
+
+    Attributes:
+        factor: Place of the fused dimension among the tensor's factors.
+        start: Where the leaf begins in it.
+        total: Size of all parts together.
+    """
+
+    factor: int
+    start: int
+    total: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +94,7 @@ class Recipe:
         sources: Tensor of each layer of a bank, or the one tensor of another leaf.
         banked: Whether the leaf has a leading dimension of layers.
         arrangement: As in `Weight`.
+        cut: Which part of its tensors the leaf is; None means all of each.
     """
 
     path: str
@@ -56,6 +102,7 @@ class Recipe:
     sources: tuple[str, ...]
     banked: bool
     arrangement: str
+    cut: Cut | None = None
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -72,6 +119,8 @@ class Recipe:
         """Sizes that each dimension of the tensor consists of, outermost first."""
         groups, order = parse(self.arrangement)
         sizes = dict(zip(order, self.layer_shape, strict=True))
+        if self.cut is not None:
+            sizes[[name for group in groups for name in group][self.cut.factor]] = self.cut.total
         return tuple(tuple(sizes[name] for name in group) for group in groups)
 
     @property
@@ -96,6 +145,9 @@ class Recipe:
             once it is reshaped to factors. They differ only where an inner factor is cut (some columns of every head).
         """
         by_factor = dict(zip(self.order, index, strict=True))
+        if self.cut is not None:
+            part = by_factor[self.cut.factor]
+            by_factor[self.cut.factor] = slice(self.cut.start + part.start, self.cut.start + part.stop)
         covering, inner, place = [], [], 0
         for sizes in self.factors:
             outermost, rest = by_factor[place], math.prod(sizes[1:])
@@ -138,22 +190,44 @@ def recipes(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], vi
         view: How the model stores its layers.
 
     Raises:
-        ValueError: If a leaf has no rule, or a tensor would be read by two leaves.
+        ValueError: If a leaf has no rule, a tensor would be read by two leaves, or a part of a fused tensor is missing.
     """
     found: list[Recipe] = []
-    reader: dict[str, str] = {}
+    reader: dict[tuple[str, int], str] = {}
     for path, shape in shapes.items():
         logical = view.logical_paths(path)
         matched = [(weight, name) for each in logical for weight in weights if (name := weight.match(each))]
         if len(matched) != len(logical) or len({weight.arrangement for weight, _ in matched}) != 1:
             raise ValueError(f"The leaf {path!r} of shape {shape} has no place in a checkpoint of this family.")
-        names = tuple(name for _, name in matched)
+        names, weight = tuple(name for _, name in matched), matched[0][0]
+        cut = None if weight.fused is None else _cut(weight, weights, logical[0], shapes, view)
         for name in names:
-            if name in reader:
-                raise ValueError(f"The leaves {reader[name]!r} and {path!r} would both be read from {name!r}.")
-            reader[name] = path
-        found.append(Recipe(path, tuple(shape), names, view.bank_of(path) is not None, matched[0][0].arrangement))
+            place = (name, cut.start if cut else 0)
+            if place in reader:
+                raise ValueError(f"The leaves {reader[place]!r} and {path!r} would both be read from {name!r}.")
+            reader[place] = path
+        found.append(Recipe(path, tuple(shape), names, view.bank_of(path) is not None, weight.arrangement, cut))
     return tuple(found)
+
+
+def _cut(
+    weight: Weight, weights: Sequence[Weight], path: str, shapes: Mapping[str, tuple[int, ...]], view: StackView
+) -> Cut:
+    """Find where one leaf of a fused tensor lies, from the sizes of all of its parts."""
+    assert weight.fused is not None, "only a fused weight is cut"
+    number = weight.number(path)
+    start = total = 0
+    for part in weight.fused.parts:
+        rule = next(each for each in weights if each.path == part and each.tensor == weight.tensor)
+        physical, layer = view.physical(part.replace("{i}", number or ""))
+        if physical not in shapes or rule.fused is None:
+            raise ValueError(f"The tensor {weight.tensor!r} needs the leaf {part!r}, which the model lacks.")
+        sizes = dict(zip(parse(rule.arrangement)[1], shapes[physical][layer is not None :], strict=True))
+        if part == weight.path:
+            start = total
+        total += sizes[rule.fused.dimension]
+    factors = [name for group in parse(weight.arrangement)[0] for name in group]
+    return Cut(factors.index(weight.fused.dimension), start, total)
 
 
 def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object) -> None:

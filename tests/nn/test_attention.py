@@ -45,8 +45,8 @@ def test_attention_is_projections_norms_rotation_and_softmax(bias, qk_norm, scal
     def normed(name, x):
         return x if qk_norm is None else x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p[name]["scale"]
 
-    query = rotate(jnp.asarray(normed("q_norm", projected("q_proj", x))), tables)
-    key = rotate(jnp.asarray(normed("k_norm", projected("k_proj", x))), tables)
+    query = rotate(jnp.asarray(normed("q_norm", projected("q_proj", x))), tables, spec.rotary)
+    key = rotate(jnp.asarray(normed("k_norm", projected("k_proj", x))), tables, spec.rotary)
     key, value = (jnp.repeat(heads, N // K, axis=2) for heads in (key, jnp.asarray(projected("v_proj", x))))
     logits = jnp.einsum("BTNH,BSNH->BNTS", query, key) * (H**-0.5 if scale is None else scale)
     weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), logits, -jnp.inf))
@@ -69,6 +69,8 @@ def test_the_mlp_is_down_of_the_activated_gate_times_up(activation, bias):
     formulas = {
         "silu": lambda x: x / (1 + jnp.exp(-x)),
         "relu": lambda x: jnp.maximum(x, 0),
+        "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
+        "gelu_quick": lambda x: x / (1 + jnp.exp(-1.702 * x)),
         "gelu": lambda x: x * 0.5 * (1 + jax.scipy.special.erf(x / np.sqrt(2))),
         "gelu_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
     }

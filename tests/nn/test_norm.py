@@ -7,14 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dew.nn.norm import NormSpec, RmsNorm
+from dew.nn.norm import Norm, NormSpec
 from dew.nn.sharding import unboxed
 
 D = 48
 
 
 def normalised(spec, x, scale):
-    return RmsNorm(D, spec).apply({"params": {"scale": scale}}, x)
+    return Norm(D, spec).apply({"params": {"scale": scale}}, x)
 
 
 def by_hand(x, scale, spec):
@@ -64,9 +64,36 @@ def test_its_gradients_are_those_of_the_formula(cast):
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(expected))))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_norm_subtracts_the_mean_and_rounds_once(bias):
+    spec = NormSpec(eps=1e-3, kind="layer", bias=bias, cast="after_scale")
+    x = 2 + jax.random.normal(jax.random.key(0), (7, D), jnp.bfloat16)
+    weights = {"scale": jax.random.normal(jax.random.key(1), (D,))}
+    weights |= {"bias": jax.random.normal(jax.random.key(2), (D,))} if bias else {}
+    wide = np.asarray(x, np.float64)
+    wide = wide - wide.mean(-1, keepdims=True)
+    want = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-3) * weights["scale"] + weights.get("bias", 0)
+    got = Norm(D, spec).apply({"params": weights}, x)
+    assert (np.asarray(got) == np.asarray(want).astype(ml_dtypes.bfloat16)).mean() > 0.995
+
+
+def test_an_offset_is_added_in_float32():
+    # 1 + 0.01 in bfloat16 would be 1.0078125.
+    spec = NormSpec(eps=1e-12, offset=1.0, cast="after_scale")
+    x, scale = jnp.ones((1, D), jnp.float32), jnp.full((D,), 0.01, jnp.bfloat16)
+    np.testing.assert_allclose(normalised(spec, x, scale), 1 + np.asarray(scale, np.float32)[None], rtol=1e-6)
+
+
+def test_several_dimensions_are_normalised_together():
+    spec = NormSpec(eps=1e-5, cast="after_scale")
+    x, scale = jax.random.normal(jax.random.key(0), (3, 4, 12)), jax.random.normal(jax.random.key(1), (D,))
+    got = Norm(D, spec, dims=2).apply({"params": {"scale": scale}}, x)
+    np.testing.assert_allclose(got.reshape(3, D), normalised(spec, x.reshape(3, D), scale), rtol=1e-5, atol=1e-6)
+
+
 def test_it_starts_as_a_factor_of_one():
     for offset in (0.0, 1.0):
-        module = RmsNorm(D, NormSpec(eps=1e-5, offset=offset))
+        module = Norm(D, NormSpec(eps=1e-5, offset=offset))
         variables = unboxed(module.init(jax.random.key(0), jnp.ones((1, D))))
         np.testing.assert_allclose(variables["params"]["scale"] + offset, np.ones(D))
 
@@ -75,5 +102,7 @@ def test_eps_and_cast_are_checked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=r"positive eps\. Received: eps=0"):
         NormSpec(eps=0)
+    with pytest.raises(ValueError, match=r"kind must be 'rms' or 'layer'\. Received: kind='batch'"):
+        NormSpec(eps=1e-5, kind="batch")
     with pytest.raises(ValueError, match="cast='never'"):
         NormSpec(eps=1e-5, cast="never")

@@ -12,6 +12,7 @@ from dew.nn.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RotarySpec,
     YarnScaling,
     rotary_tables,
@@ -26,7 +27,8 @@ YARN = YarnScaling(factor=4.0, original_max_length=128)
 
 def test_each_pair_of_halves_is_multiplied_by_a_unit_complex_number():
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, H))
-    got = rotate(x, rotary_tables(RotarySpec(theta=100.0), H, jnp.array(POSITIONS)))
+    spec = RotarySpec(theta=100.0)
+    got = rotate(x, rotary_tables(spec, H, jnp.array(POSITIONS)), spec)
     for t, head, i in np.ndindex(5, 2, H // 2):
         angle = POSITIONS[0, t] * 100.0 ** (-2 * i / H)
         want = complex(x[0, t, head, i], x[0, t, head, i + H // 2]) * cmath.exp(1j * angle)
@@ -37,8 +39,9 @@ def test_products_depend_on_the_distance_alone():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, H))
 
     def product(position, other):
-        tables = (rotary_tables(RotarySpec(theta=1e4), H, jnp.array([[p]])) for p in (position, other))
-        return jnp.sum(rotate(query, next(tables)) * rotate(key, next(tables)))
+        spec = RotarySpec(theta=1e4)
+        tables = (rotary_tables(spec, H, jnp.array([[p]])) for p in (position, other))
+        return jnp.sum(rotate(query, next(tables), spec) * rotate(key, next(tables), spec))
 
     np.testing.assert_allclose(product(9, 4), product(105, 100), rtol=1e-4)
     assert abs(product(9, 4) - product(9, 5)) > 1e-2
@@ -46,8 +49,9 @@ def test_products_depend_on_the_distance_alone():
 
 def test_a_fraction_leaves_the_rest_of_a_head():
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, H))
-    got = rotate(x, rotary_tables(RotarySpec(theta=100.0, fraction=0.5), H, jnp.array(POSITIONS)))
-    whole = rotate(x[..., : H // 2], rotary_tables(RotarySpec(theta=100.0), H // 2, jnp.array(POSITIONS)))
+    half, full = RotarySpec(theta=100.0, fraction=0.5), RotarySpec(theta=100.0)
+    got = rotate(x, rotary_tables(half, H, jnp.array(POSITIONS)), half)
+    whole = rotate(x[..., : H // 2], rotary_tables(full, H // 2, jnp.array(POSITIONS)), full)
     np.testing.assert_array_equal(got[..., H // 2 :], x[..., H // 2 :])
     np.testing.assert_allclose(got[..., : H // 2], whole, rtol=1e-6)
 
@@ -85,6 +89,40 @@ def test_yarn_goes_from_the_plain_to_the_interpolated_frequency_and_sharpens():
     np.testing.assert_allclose([ratio[0], ratio[-1]], [1, 1 / 4], rtol=1e-4)
     assert (np.diff(ratio) <= 1e-6).all()
     np.testing.assert_allclose(factor, 0.1 * math.log(4) + 1, rtol=1e-5)
+
+
+def test_interleaved_pairs_are_neighbours():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, H))
+    spec = RotarySpec(theta=100.0, fraction=0.5, interleaved=True)
+    got = rotate(x, rotary_tables(spec, H, jnp.array(POSITIONS)), spec)
+    half = RotarySpec(theta=100.0, fraction=0.5)
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7, *range(8, 16)])  # neighbours apart: the first of each pair, the second
+    want = rotate(x[..., order], rotary_tables(half, H, jnp.array(POSITIONS)), half)
+    np.testing.assert_allclose(got[..., order], want, rtol=1e-6)
+
+
+def test_a_rotation_in_float32_rounds_once():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, H), jnp.bfloat16)
+    spec = RotarySpec(theta=100.0, in_float32=True)
+    tables = rotary_tables(spec, H, jnp.array(POSITIONS))
+    got = rotate(x, tables, spec)
+    rounded = tuple(table.astype(jnp.bfloat16).astype(jnp.float32) for table in tables)
+    want = rotate(x.astype(jnp.float32), rounded, spec).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    in_bfloat16 = rotate(x, tables, RotarySpec(theta=100.0))
+    assert (np.asarray(got, np.float32) != np.asarray(in_bfloat16, np.float32)).mean() > 0.1
+
+
+def test_longrope_takes_the_long_factors_of_a_row_beyond_the_original_context():
+    short, long = tuple(1.0 + 0.1 * i for i in range(H // 2)), tuple(2.0 + i for i in range(H // 2))
+    scaling = LongRopeScaling(short_factor=short, long_factor=long, original_max_length=8, attention_factor=1.5)
+    plain, _ = frequencies(RotarySpec(theta=1e4))
+    for last, factors in ((7, short), (8, long)):
+        angles, factor = frequencies(RotarySpec(theta=1e4, scaling=scaling), (1, last))
+        np.testing.assert_allclose(angles, plain / factors, rtol=1e-5)
+        np.testing.assert_allclose(factor, 1.5, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"longrope needs 4 short and long factors .* Received: 8 and 8"):
+        RotarySpec(theta=1e4, scaling=scaling).width(8)
 
 
 def test_dynamic_scaling_acts_on_a_row_once_it_is_longer_than_the_context():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dew.placement.stacks import Bank, StackView
-from dew.pretrained.recipe import Recipe, Weight, check_coverage, parse, recipes
+from dew.pretrained.recipe import Cut, Recipe, Weight, check_coverage, fused_weights, parse, recipes
 from dew.pretrained.source import CheckpointError, TensorInfo
 
 ARRANGEMENTS = {
@@ -50,6 +50,44 @@ def test_any_part_of_a_leaf_is_found_in_the_tensor(arrangement, data):
     covering, inner = recipe.tensor_slices(index)
     got = tensor[covering].reshape(recipe.read_factors(covering))[inner].transpose(recipe.order)
     np.testing.assert_array_equal(got, slow_read(recipe, tensor, index))
+
+
+QKV = fused_weights(
+    "l.{i}.qkv",
+    ("params/layers_{i}/q", "(N H) D -> D N H", "N"),
+    ("params/layers_{i}/k", "(K H) D -> D K H", "K"),
+    ("params/layers_{i}/v", "(K H) D -> D K H", "K"),
+)
+PER_HEAD = fused_weights(
+    "l.{i}.qkv",
+    ("params/layers_{i}/q", "(N H) D -> D N H", "H"),
+    ("params/layers_{i}/k", "(N H) D -> D N H", "H"),
+    ("params/layers_{i}/v", "(N H) D -> D N H", "H"),
+)
+
+
+@pytest.mark.parametrize("weights, kv", [(QKV, 2), (PER_HEAD, 4)], ids=["one after the other", "in every head"])
+def test_fused_leaves_are_parts_of_one_tensor(weights, kv):
+    D, N, H = 5, 4, 3
+    rng = np.random.default_rng(0)
+    shapes = {"params/layers_0_1/q": (2, D, N, H)} | {f"params/layers_0_1/{x}": (2, D, kv, H) for x in "kv"}
+    leaves = {path: rng.normal(size=shape) for path, shape in shapes.items()}
+    found = recipes(weights, shapes, VIEW)
+    flat = [leaves[path][1].transpose(1, 2, 0) for path in shapes]  # heads, H, D
+    fused = np.concatenate(flat, axis=0 if weights is QKV else 1).reshape(-1, D)
+    for recipe in found:
+        assert recipe.tensor_shape == fused.shape
+        assert recipe.sources == ("l.0.qkv", "l.1.qkv")
+        for index in ((slice(0, D), slice(0, recipe.shape[2]), slice(0, H)), (slice(1, 3), slice(1, 2), slice(1, 3))):
+            covering, inner = recipe.tensor_slices(index)
+            got = fused[covering].reshape(recipe.read_factors(covering))[inner].transpose(recipe.order)
+            np.testing.assert_array_equal(got, leaves[recipe.path][1][index])
+    assert found[1].cut == (Cut(0, 4, 8) if weights is QKV else Cut(1, 3, 9))
+
+
+def test_a_fused_tensor_needs_all_of_its_parts():
+    with pytest.raises(ValueError, match=r"'l\.\{i\}\.qkv' needs the leaf 'params/layers_\{i\}/v'"):
+        recipes(QKV, {"params/layers_0_1/q": (2, 5, 4, 3), "params/layers_0_1/k": (2, 5, 2, 3)}, VIEW)
 
 
 @pytest.mark.parametrize("wrong", ["A B -> A", "A B -> A C", "A A -> A A", "(A B -> A B C", "A -> A A"])

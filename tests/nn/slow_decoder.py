@@ -1,0 +1,109 @@
+"""A decoder in NumPy and float64, one layer and one query at a time: what a spec means, without banks or caches."""
+
+import math
+
+import numpy as np
+
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def norm(spec, weights, x, dims=1):
+    axes = tuple(range(-dims, 0))
+    if spec.kind == "layer":
+        x = x - x.mean(axes, keepdims=True)
+    x = x / np.sqrt((x * x).mean(axes, keepdims=True) + spec.eps)
+    shape = x.shape[-dims:]
+    x = x * (weights["scale"].reshape(shape) + spec.offset)
+    return x + weights["bias"].reshape(shape) if spec.bias else x
+
+
+def linear(weights, x, dims=1):
+    y = np.tensordot(x, weights["kernel"], dims)
+    return y + weights["bias"] if "bias" in weights else y
+
+
+def rotate(spec, x, position):
+    """Multiply pairs of dimensions by unit complex numbers; x is [heads, H]."""
+    x, width = x.copy(), int(x.shape[-1] * spec.fraction)
+    half = np.arange(width // 2)
+    first, second = (2 * half, 2 * half + 1) if spec.interleaved else (half, half + width // 2)
+    turned = (x[:, first] + 1j * x[:, second]) * np.exp(1j * position * spec.theta ** (-2 * half / width))
+    x[:, first], x[:, second] = turned.real, turned.imag
+    return x
+
+
+def attention(spec, weights, x):
+    query, key, value = (linear(weights[name], x) for name in ("q_proj", "k_proj", "v_proj"))
+    if spec.qk_norm is not None:
+        dims = 1 if spec.qk_norm_over == "head" else 2
+        query, key = (
+            norm(spec.qk_norm, weights["q_norm"], query, dims),
+            norm(spec.qk_norm, weights["k_norm"], key, dims),
+        )
+    if spec.rotary is not None:
+        query, key = (np.stack([rotate(spec.rotary, row, t) for t, row in enumerate(heads)]) for heads in (query, key))
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+    mixed = np.zeros(query.shape)
+    for t, head in np.ndindex(query.shape[:2]):
+        first = 0 if spec.window is None else max(0, t - spec.window + 1)
+        own = head // (spec.num_heads // spec.num_kv_heads)
+        logits = key[first : t + 1, own] @ query[t, head] * scale
+        if spec.softcap is not None:
+            logits = spec.softcap * np.tanh(logits / spec.softcap)
+        shares = np.exp(logits - logits.max())
+        mixed[t, head] = shares / shares.sum() @ value[first : t + 1, own]
+    return linear(weights["o_proj"], mixed, 2)
+
+
+def mlp(spec, weights, x):
+    up, activation = linear(weights["up_proj"], x), ACTIVATIONS[spec.activation]
+    hidden = activation(linear(weights["gate_proj"], x)) * up if spec.gated else activation(up)
+    return linear(weights["down_proj"], hidden)
+
+
+def layer(spec, weights, x):
+    def normal(name, x):
+        return norm(spec.norm, weights[name], x)
+
+    def mix(x):
+        return spec.residual_scale * attention(spec.attention, weights["self_attn"], x)
+
+    def think(x):
+        return spec.residual_scale * mlp(spec.mlp, weights["mlp"], x)
+
+    assert spec.residual_scale == 1 or spec.placement == "pre"
+    match spec.placement:
+        case "pre":
+            x = x + mix(normal("input_layernorm", x))
+            return x + think(normal("post_attention_layernorm", x))
+        case "post":
+            x = x + normal("post_attention_layernorm", mix(x))
+            return x + normal("post_feedforward_layernorm", think(x))
+        case "both":
+            x = x + normal("post_attention_layernorm", mix(normal("input_layernorm", x)))
+            return x + normal("post_feedforward_layernorm", think(normal("pre_feedforward_layernorm", x)))
+        case "parallel":
+            return x + mix(normal("input_layernorm", x)) + think(normal("post_attention_layernorm", x))
+        case "parallel_one_norm":
+            return x + mix(normal("input_layernorm", x)) + think(normal("input_layernorm", x))
+
+
+def logits(module, params, tokens):
+    """Logits [B, T, V] of a `CausalTransformer` from its per-layer parameters."""
+    table = params["embed_tokens"]["embedding"]
+    x = table[tokens] * module.embedding.scale
+    if module.embedding.positions is not None:
+        x = x + params["embed_positions"]["embedding"][: tokens.shape[1]]
+    rows = []
+    for row in x:
+        for index, spec in enumerate(module.layers):
+            row = layer(spec, params[f"layers_{index}"], row)
+        rows.append(norm(module.norm, params["norm"], row))
+    head = table if module.tie_embeddings else params["lm_head"]["embedding"]
+    scores = np.stack(rows) @ head.T * module.head.scale
+    cap = module.head.softcap
+    return scores if cap is None else cap * np.tanh(scores / cap)
