@@ -12,7 +12,21 @@ require_jax_backend()
 from dew.inference.sampling import Greedy, Temperature, TopK, TopP
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec
+from dew_keras.loading import load_model
 from dew_keras.model import Model
+from dew_keras.tensorboard import TensorBoard
 from dew_keras.token_metrics import Perplexity
 
-__all__ = ["Greedy", "Layout", "LayoutRefused", "MeshSpec", "Model", "Perplexity", "Temperature", "TopK", "TopP"]
+__all__ = [
+    "Greedy",
+    "Layout",
+    "LayoutRefused",
+    "MeshSpec",
+    "Model",
+    "Perplexity",
+    "Temperature",
+    "TensorBoard",
+    "TopK",
+    "TopP",
+    "load_model",
+]

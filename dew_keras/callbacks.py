@@ -7,15 +7,22 @@ callback reads them, and the progress bar shows the newest numbers that are ther
 from __future__ import annotations
 
 import collections
+import functools
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import keras
 import numpy as np
 
+# Not public, but what callbacks with mode='auto' look for in `model.metrics`.
+from keras.src.trainers.compile_utils import MetricsList
+
 from dew.placement.processes import is_primary
+from dew_keras.arguments import flat_callbacks
+from dew_keras.followers import followers
 from dew_keras.pooling import FED_ROWS, FedPass, MetricRows
 
 REDRAW_SECONDS = 0.05
@@ -29,12 +36,24 @@ class Logs(Protocol):
         """Take what started steps report, stacked where they ran as one program."""
         ...
 
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had when it was saved; empty for a pass from its start."""
+        ...
+
+    def sums(self) -> dict[str, Any]:
+        """Return what `start_with` takes, waiting for the device."""
+        ...
+
     def newest(self) -> dict[str, float]:
         """Return the numbers so far, without waiting for new steps where that is possible."""
         ...
 
     def values(self) -> dict[str, float]:
         """Return the numbers over all steps, waiting for the device."""
+        ...
+
+    def so_far(self) -> Callable[[], dict[str, float]]:
+        """Return what computes the numbers over the steps until now, whenever it is called."""
         ...
 
 
@@ -51,6 +70,29 @@ class RunningLogs:
         self._structure: Any = None
         self._sums: list[np.ndarray] = []
         self._rows: MetricRows | FedPass | None = None
+        self._fed: list[np.ndarray] = []  # what metric objects held when the pass was saved
+        self._count = 0
+
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had summed when it was saved.
+
+        Args:
+            sums: What `sums` returned; empty for a pass from its start.
+        """
+        found = dict(sums)
+        self._fed = found.pop(FED_ROWS, {}).get("fed", [])
+        if found:
+            self._sums, self._structure = jax.tree.flatten(found)
+
+    def sums(self) -> dict[str, Any]:
+        """Return the host sums over all steps, in the statistics' structure, waiting for the device."""
+        while self._pending:
+            self._fold()
+        found = jax.tree.unflatten(self._structure, self._sums) if self._sums else {}
+        if isinstance(self._rows, MetricRows):
+            self._rows = FedPass(self._rows.feed) + self._rows
+        fed = self._fed if self._rows is None else self._rows.state()
+        return {**found, FED_ROWS: {"fed": fed}} if fed else found
 
     def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
         """Take what started steps report, and read what is surely done.
@@ -62,41 +104,83 @@ class RunningLogs:
         sums = dict(statistics)
         rows = sums.pop(FED_ROWS, None)
         # Flat lists: this runs once a step, and walking the tree again would cost more than reading the numbers.
-        leaves, self._structure = jax.tree.flatten(sums)
+        structure: Any
+        leaves, structure = jax.tree.flatten(sums)
+        if self._sums and structure != self._structure:
+            self._rename(sums)
+        self._structure = structure
         self._pending.append((steps, leaves, rows))
+        self._count += 1
         while len(self._pending) > MAX_PENDING:
             self._fold()
+
+    def _rename(self, statistics: Mapping[str, Any]) -> None:
+        """Bring sums under the keys of this model: Keras numbers the names of metric objects anew in every model."""
+        begun = jax.tree.unflatten(self._structure, self._sums)
+        names = {name: name if name in begun else _same_but_number(name, begun) for name in statistics}
+        renamed = {name: begun.get(old) for name, old in names.items()}
+        structure: Any = jax.tree.structure(dict(statistics))
+        if jax.tree.structure(renamed) != structure or len(begun) != len(statistics):
+            raise ValueError(
+                f"The epoch was begun with the logs {sorted(begun)}; this model reports {sorted(statistics)}. Compile "
+                "it with the same loss and metrics."
+            )
+        self._sums = jax.tree.leaves(renamed)
 
     def newest(self) -> dict[str, float]:
         """Return the means over the steps read so far, waiting only when there is none."""
         if not self._sums and self._pending:
             self._fold()
-        return self._reported()
+        return self._reported(self._sums)
 
     def values(self) -> dict[str, float]:
         """Return the means over all steps, waiting for the device."""
         while self._pending:
             self._fold()
-        return self._reported()
+        return self._reported(self._sums)
+
+    def so_far(self) -> Callable[[], dict[str, float]]:
+        """Return what computes the means over the steps until now, whenever it is called."""
+        count, pending, sums = self._count, tuple(self._pending), self._sums
+        if self._rows is not None or any(rows is not None for _, _, rows in pending):
+            # Metric objects that are fed rows cannot go back to an earlier batch.
+            found = self.values()
+            return lambda: found
+
+        def values() -> dict[str, float]:
+            if self._count == count:
+                return self.values()
+            found = sums
+            for steps, leaves, _ in pending:
+                found = _added(found, leaves, steps)
+            return self._reported(found)
+
+        return values
 
     def _fold(self) -> None:
-        # Double precision: a float32 sum over an epoch would drift from the exact mean.
         steps, leaves, rows = self._pending.popleft()
-        host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
-        if steps > 1:
-            host = [leaf.sum(axis=0) for leaf in host]
-        self._sums = [a + b for a, b in zip(self._sums, host, strict=True)] if self._sums else host
+        self._sums = _added(self._sums, leaves, steps)
         if rows is not None:
             rows = jax.tree.map(np.asarray, rows)
             for step in range(steps):
                 one = rows if steps == 1 else jax.tree.map(lambda leaf, step=step: leaf[step], rows)
+                if self._rows is None and self._fed:
+                    self._rows = FedPass(one.feed, self._fed)
                 self._rows = one if self._rows is None else self._rows + one
 
-    def _reported(self) -> dict[str, float]:
-        if not self._sums:
+    def _reported(self, sums: list[np.ndarray]) -> dict[str, float]:
+        if not sums:
             return {}
-        statistics = jax.tree.unflatten(self._structure, self._sums)
+        statistics = jax.tree.unflatten(self._structure, sums)
         return self._report(statistics if self._rows is None else {**statistics, FED_ROWS: self._rows})
+
+
+def _added(sums: list[np.ndarray], leaves: list[jax.Array], steps: int) -> list[np.ndarray]:
+    # Double precision: a float32 sum over an epoch would drift from the exact mean.
+    host = [np.asarray(leaf).astype(np.float64) for leaf in leaves]
+    if steps > 1:
+        host = [leaf.sum(axis=0) for leaf in host]
+    return [a + b for a, b in zip(sums, host, strict=True)] if sums else host
 
 
 class LazyLogs(dict):
@@ -107,83 +191,41 @@ class LazyLogs(dict):
     """
 
     def __init__(self, compute: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__()
+        # Not empty: the JSON encoder asks C for the size and reads nothing of an empty dict.
+        super().__init__({"not computed yet": None})
         self._compute: Callable[[], Mapping[str, Any]] | None = compute
 
-    def _filled(self) -> dict:
+    def _fill(self) -> None:
         if self._compute is not None:
             compute, self._compute = self._compute, None
+            super().clear()
             super().update(compute())
-        return self
 
-    def __getitem__(self, key: str) -> Any:
-        self._filled()
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._filled()
-        super().__setitem__(key, value)
-
-    def __iter__(self) -> Iterator[str]:
-        self._filled()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._filled()
-        return super().__len__()
-
-    def __contains__(self, key: object) -> bool:
-        self._filled()
-        return super().__contains__(key)
-
-    def __eq__(self, other: object) -> bool:
-        self._filled()
-        return super().__eq__(other)
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:
-        self._filled()
-        return super().__repr__()
 
-    def keys(self) -> Any:
-        """Return the names."""
-        self._filled()
-        return super().keys()
+def _filling(name: str) -> Any:
+    """Make the method of a dict that fills the logs first."""
+    plain = getattr(dict, name)
 
-    def values(self) -> Any:
-        """Return the numbers."""
-        self._filled()
-        return super().values()
+    def method(self: LazyLogs, *args: Any, **kwargs: Any) -> Any:
+        for logs in (self, *args):
+            if isinstance(logs, LazyLogs):
+                logs._fill()
+        return plain(self, *args, **kwargs)
 
-    def items(self) -> Any:
-        """Return names and numbers."""
-        self._filled()
-        return super().items()
+    return functools.wraps(plain)(method)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a number or the default."""
-        self._filled()
-        return super().get(key, default)
 
-    def copy(self) -> dict:
-        """Return a plain dict."""
-        return dict(self.items())
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add or replace numbers."""
-        self._filled()
-        super().update(*args, **kwargs)
-
-    def pop(self, *args: Any) -> Any:
-        """Take a number out."""
-        self._filled()
-        return super().pop(*args)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return a number, set first where it is missing."""
-        self._filled()
-        return super().setdefault(key, default)
+# All that looks into a dict or changes it. C code that is handed a dict takes its own way only while `__iter__` is
+# dict's, so `dict(logs)` and `**logs` come through here too.
+_LOOKING = """__contains__ __delitem__ __eq__ __getitem__ __ior__ __iter__ __len__ __ne__ __or__ __repr__ __reversed__
+    __ror__ __setitem__ clear copy get items keys pop popitem setdefault update values"""
+for _name in _LOOKING.split():
+    setattr(LazyLogs, _name, _filling(_name))
 
 
 class Hooks:
@@ -208,7 +250,8 @@ class Hooks:
         steps: int | None = None,
         with_history: bool = False,
     ) -> None:
-        self.callbacks = _flat(callbacks)
+        given = flat_callbacks(callbacks)
+        self.callbacks = given if is_primary() else followers(given)
         self.history: Any = next((c for c in self.callbacks if isinstance(c, keras.callbacks.History)), None)
         self._bar: Any = next((c for c in self.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)), None)
         verbose = 1 if verbose == "auto" else verbose
@@ -218,6 +261,7 @@ class Hooks:
         if self._bar is None and verbose and is_primary():
             self._bar = keras.callbacks.ProgbarLogger()
             self.callbacks.append(self._bar)
+        self._model = model
         self._drawn = 0.0
         self._in_fit = with_history  # validation inside fit draws no bar of its own
         if self.history is not None:
@@ -275,7 +319,12 @@ class Hooks:
             logs: Logs of the epoch, validation included.
         """
         for callback in self.callbacks:
-            callback.on_epoch_end(epoch, logs)
+            if isinstance(callback, keras.callbacks.EarlyStopping):
+                # It holds the best weights for the rest of the fit: they stay where they are, sharded.
+                with self._model.weights_on_devices():
+                    callback.on_epoch_end(epoch, logs)
+            else:
+                callback.on_epoch_end(epoch, logs)
 
     def batch_begin(self, phase: str, batch: int) -> None:
         """Call `on_<phase>_batch_begin`.
@@ -297,7 +346,7 @@ class Hooks:
         """
         listeners = self._batch_end[phase]
         if listeners:
-            seen = logs if isinstance(logs, dict) else LazyLogs(logs.values)
+            seen = logs if isinstance(logs, dict) else LazyLogs(logs.so_far())
             for callback in listeners:
                 getattr(callback, f"on_{phase}_batch_end")(batch, logs=seen)
         if self._bar is None or (self._in_fit and phase != "train"):
@@ -310,14 +359,53 @@ class Hooks:
             getattr(self._bar, f"on_{phase}_batch_end")(batch, shown)
 
 
-def _flat(callbacks: Any) -> list[Any]:
-    if callbacks is None:
-        return []
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return list(callbacks.callbacks)
-    if isinstance(callbacks, list | tuple):
-        return [found for item in callbacks for found in _flat(item)]
-    return [callbacks]
+class LossTracker(MetricsList):
+    """Keras' mean of the loss, which also lists the metrics of `compile` where callbacks with mode="auto" look.
+
+    Args:
+        engine: The model's engine, which knows them once a batch showed the outputs.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        keras.metrics.Metric.__init__(self, name="loss")
+        self._mean = keras.metrics.Mean(name="loss")
+        self._engine = engine
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics of `compile`; they know whether more or less is better."""
+        known = getattr(self._engine.bound_objective, "metrics", None)
+        language = () if self._engine.compiled is None else self._engine.compiled.language_metrics
+        return [*([] if known is None else known.metrics), *map(language_metric, language)]
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add losses to the mean."""
+        self._mean.update_state(values, sample_weight=sample_weight)
+
+    def result(self) -> Any:
+        """Return the mean."""
+        return self._mean.result()
+
+    def reset_state(self) -> None:
+        """Start the mean again."""
+        self._mean.reset_state()
+
+
+def language_metric(name: str) -> Any:
+    """Make the stand-in of a language model's own metric for `LossTracker`; it is never updated.
+
+    Args:
+        name: "perplexity" or "token_accuracy".
+    """
+    metric = keras.metrics.Mean(name)
+    metric._direction = "down" if name == "perplexity" else "up"
+    return metric
+
+
+def _same_but_number(name: str, names: Mapping[str, Any]) -> str | None:
+    base = re.sub(r"_\d+$", "", name)
+    found = [other for other in names if re.sub(r"_\d+$", "", other) == base]
+    return found[0] if len(found) == 1 else None
 
 
 def _listens(callback: Any, name: str) -> bool:

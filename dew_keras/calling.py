@@ -87,7 +87,8 @@ class ModuleCall:
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
         kept = {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
-        return {**kept, **{n: cast_floats(kept[n], self.variable_dtype) for n in ("params",) if n in kept}}
+        kept = {"params": {}, **kept}
+        return {**kept, "params": cast_floats(kept["params"], self.variable_dtype)}
 
     def apply(
         self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool

@@ -61,6 +61,20 @@ class Compiled:
     per_execution: int = 1
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def check_length(self, max_length: int | None) -> None:
+        """Refuse rows that are longer than the model reads.
+
+        Args:
+            max_length: Most positions of the module; None when it has no such limit.
+
+        Raises:
+            ValueError: If `sequence_length` is above it.
+        """
+        if max_length is not None and (self.sequence_length or 0) > max_length:
+            raise ValueError(
+                f"The model reads at most {max_length} positions. Received: sequence_length={self.sequence_length}"
+            )
+
 
 def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is_pretrained: bool) -> Compiled:
     """Check what `compile` was given and resolve what needs no data.
@@ -122,7 +136,7 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
         accumulation=_accumulation(given["accumulation"], optimizer.accumulation),
         sampler=None if given["sampler"] == "auto" else resolve_sampler(given["sampler"]),
         sequence_length=_sequence_length(given["sequence_length"]),
-        packing=bool(given["packing"]),
+        packing=_packing(given["packing"]),
         is_eager=is_eager,
         per_execution=_count("steps_per_execution", given["steps_per_execution"]),
         arguments=given,
@@ -216,3 +230,9 @@ def _count(name: str, given: Any) -> int:
 
 def _sequence_length(given: Any) -> int | None:
     return None if given is None else _count("sequence_length", given)
+
+
+def _packing(given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise ValueError(f"packing must be True or False. Received: packing={given!r}")
+    return given

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,18 @@ class LatestLogs:
     def __init__(self) -> None:
         self._latest: Mapping[str, Any] = {}
 
+    def start_with(self, sums: Mapping[str, Any]) -> None:
+        """Begin with what the pass had when it was saved.
+
+        Args:
+            sums: What `sums` returned.
+        """
+        self._latest = {name: value["latest"] for name, value in sums.items()}
+
+    def sums(self) -> dict[str, Any]:
+        """Return the last batch's numbers for a file, waiting for the device."""
+        return {name: {"latest": value} for name, value in jax.device_get(dict(self._latest)).items()}
+
     def add(self, statistics: Mapping[str, Any], *, steps: int = 1) -> None:
         """Take what a started step reports.
 
@@ -55,8 +67,17 @@ class LatestLogs:
 
     def values(self) -> dict[str, float]:
         """Return the last batch's numbers, sorted by name, waiting for the device."""
-        host = jax.device_get(dict(self._latest))
-        return {name: float(value) if np.ndim(value) == 0 else value for name, value in sorted(host.items())}
+        return self.so_far()()
+
+    def so_far(self) -> Callable[[], dict[str, float]]:
+        """Return what reads this batch's numbers, whenever it is called."""
+        latest = dict(self._latest)
+
+        def values() -> dict[str, float]:
+            host = jax.device_get(latest)
+            return {name: float(value) if np.ndim(value) == 0 else value for name, value in sorted(host.items())}
+
+        return values
 
 
 class CustomSteps:

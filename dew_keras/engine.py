@@ -28,21 +28,24 @@ from dew.training.optimizer import as_step_transformation
 from dew.training.placing import plain
 from dew.training.state import TrainState
 from dew.training.trainer import Trainer
-from dew.tree import named_leaves
 from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling, RowSharing
-from dew_keras.kept_state import conformed_state, shapes_of, windowed_state
+from dew_keras.interrupts import InterruptGate
+from dew_keras.kept_state import conformed_state, windowed_state
+from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
 from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
+from dew_keras.restoring import RestoresRuns
+from dew_keras.waiting import WaitingRun
 
 
-class Engine:
+class Engine(RestoresRuns):
     """The dew objects behind a model.
 
     Args:
@@ -54,7 +57,7 @@ class Engine:
     """
 
     def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int, model: Any) -> None:
-        self._given_module = module
+        self.given_module = module
         self.module = module
         self._model = model
         self.overrides = overridden(model)
@@ -66,10 +69,11 @@ class Engine:
         self._compute: str | None = None
         self._storage: str | None = None
         self._master = "float32"
-        self._given_variables = variables
+        self.given_variables = variables
         self._variables: Any = None
         self.state: TrainState | None = None
         self._run: FitRun | None = None
+        self.waiting = WaitingRun()
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
@@ -80,7 +84,7 @@ class Engine:
     @property
     def is_language_model(self) -> bool:
         """Whether the module has what the token loss and generation need."""
-        return all(hasattr(self._given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
+        return all(hasattr(self.given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
 
     @property
     def is_pretrained(self) -> bool:
@@ -160,7 +164,7 @@ class Engine:
         places = fresh.placements(known)
         if self.is_pretrained and not self.is_built:
             self._variables = fresh.load(None)
-        keeps_moments = self.compiled is not None and _same_optimizer(self.compiled, compiled)
+        keeps_moments = self.compiled is not None and self.compiled.optimizer.given is compiled.optimizer.given
         if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
@@ -175,6 +179,7 @@ class Engine:
         self._is_recompiled = True
         if moves:
             self._move(places)
+        self._adopt_waiting()
         if self.is_built and self._storage is not None:
             params = cast_floats(self.variables["params"], self._storage)
             self._set_variables({**self.variables, "params": params})
@@ -196,7 +201,7 @@ class Engine:
             )
 
     def _configured_module(self, remat: Any, dtype: str | None) -> Any:
-        module = self._given_module
+        module = self.given_module
         if not self.is_language_model:
             if remat is not None:
                 raise ValueError(
@@ -300,11 +305,15 @@ class Engine:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        init, abstract = self._traced_init(example)
+        given = None if self.given_variables is None else plain(self.given_variables)
+        init: Any = None
+        if given is not None and example is None and not self.is_language_model:
+            abstract = shapes_of(given)  # data will show the module's own
+        else:
+            init, abstract = self._traced_init(example)
         shardings = self.placements(abstract)
-        if self._given_variables is not None:
-            given = plain(self._given_variables)
-            _check_structure(given, plain(abstract))
+        if given is not None:
+            check_structure(given, plain(abstract))
             # A copy: training consumes the weights, and those given may be another model's.
             # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
             self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
@@ -323,6 +332,7 @@ class Engine:
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
         self._variables = self.state = None
+        self.waiting.take(None)
         self._is_closed = True
 
     def _check_open(self) -> None:
@@ -335,10 +345,8 @@ class Engine:
         Args:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
-        placed = jax.tree.map(
-            lambda new, old: jax.device_put(jnp.asarray(new, old.dtype), old.sharding), variables, self.variables
-        )
-        self._set_variables(placed)
+        self.waiting.forget_variables()
+        self._set_variables(jax.tree.map(place_like, variables, self.variables))
 
     def replace_state(self, state: TrainState) -> None:
         """Replace the training state, also between two steps of a running fit.
@@ -474,7 +482,7 @@ class Engine:
         assert run is not None, "called while a fit runs"
         if steps is None:
             return Pass(logs=RunningLogs(self.report), score=self._trainer.score, finish=lambda: None)
-        run.loop.state = run.loop.state.replace(carry=steps.fresh_metrics())
+        run.loop.state = run.loop.state.replace(carry=run.progress.carry(steps.fresh_metrics()))
         return Pass(
             logs=LatestLogs(),
             score=self._trainer.score,
@@ -508,30 +516,34 @@ class Engine:
         trainer = self.trainer(example)
         compiled = self.compiled
         assert compiled is not None, "verbs check that the model is compiled"
-        if self.state is None:
-            state = trainer.place(self.load(example))
-            self._variables = None  # the loop consumes them
-        else:
+        with InterruptGate() as gate:
+            if self.state is None:
+                self.state, self._variables = trainer.place(self.load(example)), None  # the loop will consume them
             kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
-            state = windowed_state(kept, trainer)
-        self._is_recompiled = False
-        loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
-        self.state = None
-        self._run = FitRun(
-            loop=loop,
-            optimizer=compiled.optimizer,
-            training=self._training,
-            scoring=self.scoring,
-            accumulation=compiled.accumulation,
-            per_execution=compiled.per_execution,
-            finish=self._take_average,
-        )
-        try:
-            with self.lent():
-                yield self._run
-            loop.drain()
-        finally:
-            self.state, self._run = loop.state, None
+            self.state = state = windowed_state(kept, trainer)
+            self._is_recompiled = False
+            saved, progress = self.waiting.begin()
+            if saved is not None:
+                state = self._continued(state, saved) or state
+            loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
+            run = FitRun(
+                loop=loop,
+                gate=gate,
+                optimizer=compiled.optimizer,
+                training=self._training,
+                scoring=self.scoring,
+                accumulation=compiled.accumulation,
+                per_execution=compiled.per_execution,
+                finish=self._take_average,
+                progress=progress,
+            )
+            try:
+                self._run, self.state = run, None
+                with self.lent():
+                    yield run
+                loop.drain()
+            finally:
+                self.state, self._run = loop.state, None
 
     def lent(self) -> contextlib.AbstractContextManager[None]:
         """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""
@@ -576,17 +588,3 @@ class Engine:
         placed = shard_batch(self.mesh, {"x": batch["x"]})
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])
-
-
-def _same_optimizer(old: Compiled, new: Compiled) -> bool:
-    return old.optimizer.given is new.optimizer.given
-
-
-def _check_structure(given: Any, wanted: Any) -> None:
-    found, expected = named_leaves(given), named_leaves(wanted)
-    different = sorted(set(found) ^ set(expected))
-    if different:
-        raise ValueError(f"The variables given do not have the module's structure; they differ at {different[:5]}.")
-    for path, leaf in expected.items():
-        if tuple(jnp.shape(found[path])) != tuple(leaf.shape):
-            raise ValueError(f"{path} must have shape {leaf.shape}. Received: shape={jnp.shape(found[path])}.")

@@ -16,7 +16,8 @@ from dew.data.text import Tokenizer
 from dew_keras.arrays import is_array_tree, keras_arrays, split_rows
 from dew_keras.compiled import Compiled
 from dew_keras.engine import Engine
-from dew_keras.inputs import DEFAULT_BATCH_SIZE, ArraySource, Source, keras_source
+from dew_keras.inputs import DEFAULT_BATCH_SIZE, ArraySource, Source
+from dew_keras.streams import keras_source
 from dew_keras.text import LanguageRows, as_keras_batch, is_language_input, is_token_rows, language_stream, make_rows
 
 

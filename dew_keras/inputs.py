@@ -1,24 +1,22 @@
 """Data as Keras takes it, cut into host batches that a mesh can hold.
 
-Entry points: `keras_source` for x, y and weights, `ArraySource` for arrays by name. A source opens a fresh pass per
-epoch; rows that only fill a batch up carry no weight.
+Entry point: `ArraySource` for arrays by name. A source opens a fresh pass per epoch; rows that only fill a batch up
+carry no weight.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import jax
-import keras
 import numpy as np
 
 from dew.data.global_batch import shuffled_order
 from dew.placement.partition import DataPartition
-from dew_keras.arrays import count_rows, is_array_tree, keras_arrays
+from dew_keras.arrays import count_rows
 
 DEFAULT_BATCH_SIZE = 32
 # More rows than any array has: one batch of all of them.
@@ -100,25 +98,46 @@ class Source(Protocol):
     """Batches, pass after pass.
 
     Attributes:
+        order: What decides which rows each batch holds, as far as this program knows.
         filling: How short batches are filled up.
     """
 
     filling: Filling
 
     @property
+    def order(self) -> Mapping[str, int | None]: ...
+
+    @property
     def steps(self) -> int | None:
         """Batches of a pass, or None when nobody knows."""
+        ...
+
+    def pass_over(self, epochs: int) -> None:
+        """Leave out what an uninterrupted run would have read before the first pass.
+
+        Args:
+            epochs: Passes it would have made.
+        """
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where `order` has one.
+
+        Args:
+            seed: The seed.
+        """
         ...
 
     def example(self) -> dict[str, Any]:
         """Return a batch for its shapes; it is not lost to the passes."""
         ...
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass.
 
         Args:
             epoch: Number of the pass, which decides its order.
+            start: Batches at its beginning to leave out.
         """
         ...
 
@@ -209,219 +228,42 @@ class ArraySource:
         """Return the first row."""
         return jax.tree.map(lambda leaf: leaf[:1], self.arrays)
 
-    def open(self, epoch: int) -> Iterator[Batch]:
+    @property
+    def order(self) -> dict[str, int | None]:
+        """The rows, how they are cut and the seed they are shuffled by."""
+        return {"rows": self.rows, "batch_size": min(self.batch_size, self.rows), "seed": self._seed}
+
+    def pass_over(self, epochs: int) -> None:
+        """Do nothing: the number of a pass decides its order.
+
+        Args:
+            epochs: Not read.
+        """
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed.
+
+        Args:
+            seed: The seed.
+        """
+        self._seed = seed
+
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass.
 
         Args:
             epoch: Number of the pass, which decides its order.
+            start: Batches at its beginning to leave out.
         """
         order = None if self._seed is None else shuffled_order(self.rows, seed=self._seed, epoch=epoch)
-        for start in range(0, self.rows, self.batch_size):
-            stop = min(start + self.batch_size, self.rows)
-            index: Any = slice(start, stop) if order is None else order[start:stop]
+        for first in range(start * self.batch_size, self.rows, self.batch_size):
+            stop = min(first + self.batch_size, self.rows)
+            index: Any = slice(first, stop) if order is None else order[first:stop]
             data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
             if self.filling == "none":
-                self._sharing.check_unfilled(stop - start)
+                self._sharing.check_unfilled(stop - first)
             elif self._mask and self.filling == "repeats":
-                data = repeat_rows(data, stop - start, self._sharing)
+                data = repeat_rows(data, stop - first, self._sharing)
             else:
-                data = fill_rows(data, stop - start, self._size, always_mask=self._mask)
-            yield Batch(self._sharing.share(data), stop - start)
-
-
-class IterableSource:
-    """Batches that come from an object, one pass after another.
-
-    Args:
-        iterate: Starts a pass; None when the pass cannot be started.
-        convert: Turns one item into arrays by name.
-        sharing: How rows meet the mesh; every process sees the global batches.
-        steps: Batches of a pass when known.
-        when_spent: What to say when a pass gives nothing.
-    """
-
-    def __init__(
-        self,
-        iterate: Callable[[int], Iterable[Any]],
-        convert: Callable[[Any], dict[str, Any]],
-        *,
-        sharing: RowSharing,
-        steps: int | None,
-        when_spent: str,
-    ) -> None:
-        self._iterate, self._convert, self._sharing = iterate, convert, sharing
-        self.steps = steps
-        self._when_spent = when_spent
-        self._largest = 0
-        self.filling: Filling = "copies"
-        self._begun: tuple[Batch, Iterator[Batch]] | None = None
-
-    def example(self) -> dict[str, Any]:
-        """Return the first batch of the next pass."""
-        if self._begun is None:
-            stream = self._pass(0)
-            self._begun = next(stream), stream
-        return self._begun[0].data
-
-    def open(self, epoch: int) -> Iterator[Batch]:
-        """Start a pass, or go on with the one that `example` began.
-
-        Args:
-            epoch: Number of the pass.
-
-        Raises:
-            ValueError: If the pass gives no batch.
-        """
-        begun, self._begun = self._begun, None
-        if begun is None:
-            yield from self._pass(epoch)
-        else:
-            yield begun[0]
-            yield from begun[1]
-
-    def _pass(self, epoch: int) -> Iterator[Batch]:
-        found = False
-        for item in self._iterate(epoch):
-            found = True
-            data = self._convert(item)
-            rows = count_rows(data)
-            self._largest = max(self._largest, self._sharing.round_up(rows))
-            if self.filling == "none":
-                self._sharing.check_unfilled(rows)
-            elif rows < self._largest and self.filling == "repeats":
-                data = repeat_rows(data, rows, self._sharing)
-            else:
-                data = fill_rows(data, rows, self._largest, always_mask=False)
-            yield Batch(self._sharing.share(data), rows)
-        if not found:
-            raise ValueError(self._when_spent)
-
-
-class SlicedSource:
-    """A fixed number of batches per epoch, which go on where the last epoch stopped.
-
-    Args:
-        source: Where batches come from; a spent pass is followed by the next.
-        steps: Batches per epoch.
-    """
-
-    def __init__(self, source: Source, steps: int) -> None:
-        check_count("steps_per_epoch", steps)
-        self.steps = int(steps)
-        self.filling = source.filling
-        self._source = source
-        self._stream = self._endless()
-
-    def _endless(self) -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            yield from self._source.open(epoch)
-            epoch += 1
-
-    def example(self) -> dict[str, Any]:
-        """Return a batch for its shapes."""
-        return self._source.example()
-
-    def open(self, epoch: int) -> Iterator[Batch]:
-        """Go on for one epoch.
-
-        Args:
-            epoch: Not read: the order is that of the passes.
-        """
-        for _ in range(self.steps):
-            yield next(self._stream)
-
-
-def keras_source(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None,
-    sharing: RowSharing,
-    seed: int | None = None,
-    class_weight: Mapping[Any, float] | None = None,
-) -> Source:
-    """Make a source of what `fit`, `evaluate` or `predict` was given.
-
-    Args:
-        x: Arrays, or a PyDataset, a generator, or an iterable of (x,), (x, y) or (x, y, sample_weight).
-        y: Targets, with arrays only.
-        sample_weight: Weights, with arrays only.
-        batch_size: Rows of a batch, with arrays only; None is 32.
-        sharing: How rows meet the mesh.
-        seed: Shuffles arrays by (seed, epoch); None keeps their order.
-        class_weight: Weight by class, for training on one output.
-
-    Raises:
-        ValueError: If the forms do not go together, or the data is of no known form.
-    """
-    if is_array_tree(x):
-        arrays = keras_arrays(x, y, sample_weight, class_weight)
-        rows = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
-        return ArraySource(arrays, batch_size=rows, sharing=sharing, seed=seed)
-    is_stream = hasattr(x, "__iter__") and not isinstance(x, str | bytes | list | tuple | Mapping)
-    if not is_stream and not isinstance(x, keras.utils.PyDataset):
-        raise ValueError(f"Unrecognized data type: x={x!r} of type {type(x)}. Give arrays, a PyDataset or an iterable.")
-    kind = type(x).__name__
-    for name, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)):
-        if value is not None:
-            raise ValueError(f"`{name}` goes with arrays; a {kind} gives whole batches itself. Leave {name} out.")
-    if class_weight is not None and not isinstance(x, keras.utils.PyDataset):
-        raise ValueError(f"`class_weight` goes with arrays and PyDatasets, not with a {kind}.")
-
-    def convert(item: Any) -> dict[str, Any]:
-        return keras_arrays(*unpacked(item, kind), class_weight)
-
-    if isinstance(x, keras.utils.PyDataset):
-        return dataset_source(x, convert, sharing)
-    if isinstance(x, types.GeneratorType):
-        spent = (
-            "The generator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless "
-            "generator, or a PyDataset."
-        )
-        return IterableSource(lambda epoch: x, convert, sharing=sharing, steps=None, when_spent=spent)
-    steps = len(x) if hasattr(x, "__len__") else None
-    spent = f"A pass over the {kind} gave no batch."
-    return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
-
-
-def dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:
-    """Make a source of a `keras.utils.PyDataset`, with its hooks at both ends of an epoch.
-
-    Args:
-        dataset: The data set.
-        convert: Turns one of its batches into arrays by name.
-        sharing: How rows meet the mesh.
-    """
-
-    def iterate(epoch: int) -> Iterator[Any]:
-        dataset.on_epoch_begin()
-        count = dataset.num_batches
-        number = 0
-        while count is None or number < count:
-            yield dataset[number]
-            number += 1
-        dataset.on_epoch_end()
-
-    spent = f"The {type(dataset).__name__} has no batch."
-    return IterableSource(iterate, convert, sharing=sharing, steps=dataset.num_batches, when_spent=spent)
-
-
-def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:
-    """Take an item of an iterable apart.
-
-    Args:
-        item: (x,), (x, y) or (x, y, sample_weight).
-        kind: What gave it, for the error.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-    if isinstance(item, list) and kind != "generator":
-        item = tuple(item)
-    if not isinstance(item, tuple) or not 1 <= len(item) <= 3:
-        raise ValueError(
-            f"A {kind} must give tuples (x,), (x, y) or (x, y, sample_weight). Received: {type(item).__name__}"
-        )
-    return tuple([*item, None, None][:3])  # type: ignore[return-value]
+                data = fill_rows(data, stop - first, self._size, always_mask=self._mask)
+            yield Batch(self._sharing.share(data), stop - first)

@@ -13,6 +13,7 @@ from dew.training.loss_scale import LossScaleState
 from dew.training.placing import abstract_state
 from dew.training.state import TrainState, empty_accumulator
 from dew.training.trainer import Trainer
+from dew_keras.layer_arrays import shapes_of
 
 
 def conformed_state(state: TrainState, trainer: Trainer) -> TrainState:
@@ -49,12 +50,3 @@ def windowed_state(state: TrainState, trainer: Trainer) -> TrainState:
     shapes = shapes_of(state.params)
     make = jax.jit(lambda: empty_accumulator(shapes), out_shardings=trainer.shardings().accumulator)
     return state.replace(accumulator=make())
-
-
-def shapes_of(tree: Any) -> Any:
-    """Return the shapes and dtypes of a tree.
-
-    Args:
-        tree: Arrays.
-    """
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +20,14 @@ import numpy as np
 from dew.training.loop import Loop
 from dew_keras.callbacks import MAX_PENDING, Hooks, Logs
 from dew_keras.inputs import Batch, Source
+from dew_keras.interrupts import InterruptGate
 from dew_keras.optimizers import CompiledOptimizer
+from dew_keras.progress import Progress
+
+_NOT_FINITE = (
+    "The loss of epoch {epoch} is {loss}. Steps whose loss or gradient is not finite change no weights, and training "
+    "goes on as in Keras. Stop it with keras.callbacks.TerminateOnNaN(), lower the learning rate, or clip the gradient."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,21 +76,25 @@ class FitRun:
 
     Attributes:
         loop: The engine's loop.
+        gate: Holds an interrupt back while a step replaces the weights.
         optimizer: Whose rate is copied into the state when it was assigned.
         training: Begins a pass over the training data.
         scoring: Begins a pass over held-out data.
         accumulation: Batches per update.
         per_execution: Batches per compiled program.
         finish: Called once when the last epoch has ended, before the hooks of the end.
+        progress: Where the fit is in its data.
     """
 
     loop: Loop
+    gate: InterruptGate
     optimizer: CompiledOptimizer
     training: Callable[[], Pass]
     scoring: Callable[[], Pass]
     accumulation: int
     per_execution: int
     finish: Callable[[], None]
+    progress: Progress
 
 
 def run_fit(
@@ -106,13 +119,18 @@ def run_fit(
         validation: When and on what to validate.
     """
     model.stop_training = False
+    model.count_batches(int(run.loop.state.step))
     hooks.begin("train")
     logs: dict[str, float] = {}
+    warned = False
     # BackupAndRestore writes the epoch to go on with when training begins.
-    first = model._initial_epoch or initial_epoch
+    first = run.progress.begin(source, model._initial_epoch or initial_epoch, initial_epoch)
     for epoch in range(first, epochs):
         hooks.epoch_begin(epoch)
         logs = _train_epoch(run, model, source, hooks, epoch)
+        if not warned and not model.stop_training and not math.isfinite(logs.get("loss", 0.0)):
+            warned = True
+            warnings.warn(_NOT_FINITE.format(epoch=epoch + 1, loss=logs["loss"]), stacklevel=3)
         if validation is not None and validation.is_due(epoch):
             found = run_evaluate(
                 run.scoring(),
@@ -124,6 +142,7 @@ def run_fit(
                 per_execution=run.per_execution,
             )
             logs.update({f"val_{name}": value for name, value in found.items()})
+        run.progress.finish_epoch()
         hooks.epoch_end(epoch, logs)
         if model.stop_training:
             break
@@ -132,22 +151,24 @@ def run_fit(
 
 
 def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: int) -> dict[str, float]:
-    training = run.training()
-    for first, batches in _executions(source.open(epoch), run.per_execution):
+    training, start = run.training(), run.progress.batch
+    logs = run.progress.begin_epoch(training.logs)
+    for first, batches in _executions(source.open(epoch, start), run.per_execution, start):
         hooks.batch_begin("train", first)
-        _step(run, model, batches, training.logs)
-        hooks.batch_end("train", first + run.per_execution - 1, training.logs)
+        _step(run, model, batches, logs)
+        run.progress.batch = first + len(batches)
+        hooks.batch_end("train", first + run.per_execution - 1, logs)
         if model.stop_training:
             break
-    logs = training.logs.values()
+    values = logs.values()
     training.finish()
-    return logs
+    return values
 
 
-def _executions(batches: Iterable[Batch], size: int) -> Iterator[tuple[int, list[Batch]]]:
+def _executions(batches: Iterable[Batch], size: int, start: int = 0) -> Iterator[tuple[int, list[Batch]]]:
     """Group batches as they are executed: the number of the first one, and up to `size` of them."""
     stream = iter(batches)
-    for first in itertools.count(0, size):
+    for first in itertools.count(start, size):
         group = list(itertools.islice(stream, size))
         if not group:
             return
@@ -181,7 +202,8 @@ def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
     # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
     is_one = len(batches) == run.per_execution and _are_alike(batches)
     for group in [batches] if is_one else [[batch] for batch in batches]:
-        result = run.loop.step(*(batch.data for batch in group))
+        with run.gate.hold():
+            result = run.loop.step(*(batch.data for batch in group))
         logs.add(result.statistics, steps=len(group))
         model.count_batches(result.step)
 

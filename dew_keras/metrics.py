@@ -257,6 +257,8 @@ def _bound(item: Any, output: Output) -> tuple[Any, str]:
     name = item if isinstance(item, str) else display_name(metric)
     if isinstance(metric, type):
         metric = metric()
+    if isinstance(item, str) and isinstance(metric, keras.metrics.Metric):
+        metric.name = item  # callbacks look a monitored metric up by the word that compile was given
     if not isinstance(metric, keras.metrics.Metric):
         metric = keras.metrics.MeanMetricWrapper(metric, name=name)
     metric.name = name

@@ -10,22 +10,23 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
-
 from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
+from dew_keras.arguments import check_fit, check_hooks
 from dew_keras.arrays import host_tree
-from dew_keras.callbacks import Hooks
+from dew_keras.callbacks import Hooks, LossTracker
 from dew_keras.compile_config import compile_arguments, compile_config
 from dew_keras.compiled import Compiled, resolve_compile, resolve_policy
 from dew_keras.engine import Engine
 from dew_keras.feeding import Feeder
+from dew_keras.followers import quiet
 from dew_keras.generation import run_generate
-from dew_keras.inputs import WHOLE_BATCH, SlicedSource, check_count, keras_source
+from dew_keras.inputs import WHOLE_BATCH, check_count
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
 from dew_keras.presets import read_preset
 from dew_keras.step_methods import StepMethods
+from dew_keras.streams import SlicedSource, keras_source
 from dew_keras.summary import summary_text
 from dew_keras.weights import WeightVerbs
 
@@ -55,8 +56,8 @@ class Model(StepMethods, WeightVerbs):
             raise TypeError(
                 f"Model needs a Flax Linen module, or use Model.from_preset(source). Received: module={module!r}"
             )
-        self._loss_tracker = keras.metrics.Mean(name="loss")
         self._engine = Engine(module, preset=_preset, variables=variables, seed=seed, model=self)
+        self._loss_tracker = LossTracker(self._engine)
         self.tokenizer = tokenizer
         self.name = name or type(module).__name__
         self.history: Any = None
@@ -216,6 +217,7 @@ class Model(StepMethods, WeightVerbs):
         compiled = resolve_compile(
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
+        compiled.check_length(getattr(self.module, "max_length", None))
         engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
         if engine.state is None:
             self._batches = 0
@@ -284,12 +286,20 @@ class Model(StepMethods, WeightVerbs):
         Raises:
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
-        _check_frequency(validation_freq)
+        check_fit(
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            validation_split=validation_split,
+            validation_freq=validation_freq,
+        )
+        check_hooks(verbose, callbacks)
+        check_count("steps_per_epoch", steps_per_epoch)
         check_count("validation_steps", validation_steps)
         check_count("validation_batch_size", validation_batch_size)
         feeder = Feeder(self._engine, self.tokenizer, self._check_compiled("fit"))
+        split = validation_split if validation_data is None else 0.0  # as in Keras, data given comes first
         source, held_out, notes = feeder.training(
-            x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=validation_split
+            x, y, sample_weight, class_weight, batch_size=batch_size, shuffle=shuffle, split=split
         )
         if validation_data is not None:
             held_out = validation_data
@@ -307,7 +317,7 @@ class Model(StepMethods, WeightVerbs):
             for note in notes:
                 print(note)
         hooks = Hooks(callbacks, model=self, verbose=verbose, epochs=epochs, steps=source.steps, with_history=True)
-        with self._engine.fitting(source.example()) as run:
+        with quiet(not is_primary()), self._engine.fitting(source.example()) as run:
             try:
                 run_fit(
                     run,
@@ -352,6 +362,7 @@ class Model(StepMethods, WeightVerbs):
             ValueError: If the model is not compiled, has no loss, or the data does not fit.
         """
         check_count("steps", steps)
+        check_hooks(verbose, callbacks)
         compiled = self._check_compiled("evaluate")
         feeder = Feeder(self._engine, self.tokenizer, compiled)
         data = x if y is None and sample_weight is None else (x, y, sample_weight)
@@ -450,6 +461,7 @@ class Model(StepMethods, WeightVerbs):
             ValueError: If the data does not fit.
         """
         check_count("steps", steps)
+        check_hooks(verbose, callbacks)
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
@@ -555,12 +567,3 @@ class Model(StepMethods, WeightVerbs):
         rest = [name for name in logs if name != "loss" and name not in metrics]
         ordered = [logs[name] for name in ("loss", *rest, *metrics)]
         return ordered[0] if len(ordered) == 1 else ordered
-
-
-def _check_frequency(frequency: Any) -> None:
-    is_number = isinstance(frequency, int) and not isinstance(frequency, bool) and frequency >= 1
-    if not is_number and not isinstance(frequency, list | set):
-        raise ValueError(
-            "`validation_freq` must be a positive integer or a list of epochs, counted from 1. "
-            f"Received: validation_freq={frequency!r}"
-        )

@@ -7,7 +7,7 @@ user reads and assigns: its learning rate is copied into the training state when
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ class OptaxHandle:
     def __init__(self, transformation: optax.GradientTransformation) -> None:
         self.transformation = transformation
         self.iterations = 0
+        self.built = True  # callbacks ask before they load weights
         self.assigned_rate: float | None = None
         self.current_state: Callable[[], Any] = lambda: None
 
@@ -117,6 +118,19 @@ class CompiledOptimizer:
             self._seen_rates[number] = seen
             changed[number] = float(seen)
         return changed
+
+    def take_rates(self, rates: Sequence[float]) -> None:
+        """Show rates that the training state has already, without passing them on as assignments.
+
+        Args:
+            rates: One per part; of any other number none is shown.
+        """
+        if len(rates) != len(self.parts):
+            return
+        for part, rate in zip(self.parts, rates, strict=True):
+            if not callable(rate_source(part)):  # neither a schedule nor a function
+                part.learning_rate = rate
+        self.changed_rates()
 
     def with_rates(self, state: TrainState) -> TrainState:
         """Bring learning rates that were assigned into a training state.

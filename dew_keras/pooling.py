@@ -155,11 +155,17 @@ class FedPass:
 
     Args:
         feed: The metrics.
+        saved: What the metrics' variables held when the pass was saved; None for a pass from its start.
     """
 
-    def __init__(self, feed: MetricFeed) -> None:
+    def __init__(self, feed: MetricFeed, saved: list[Any] | None = None) -> None:
         self._feed = feed
-        self.saved: list[Any] | None = None
+        self.saved = saved
+
+    def state(self) -> list[np.ndarray]:
+        """Return what the metrics' variables hold, in order."""
+        self._feed.enter(self)
+        return self._feed.state()
 
     def __add__(self, batch: MetricRows) -> FedPass:
         """Feed a host batch; the pass goes on in place, as the metric objects hold its state."""
@@ -203,6 +209,10 @@ class MetricFeed:
             self,
         )
 
+    def state(self) -> list[np.ndarray]:
+        """Copy the variables of every metric to the host."""
+        return [np.asarray(variable) for metric, _, _ in self._metrics.values() for variable in metric.variables]
+
     def enter(self, current: FedPass) -> None:
         """Make a pass the one whose state the objects hold: a callback may evaluate in the middle of an epoch.
 
@@ -213,7 +223,7 @@ class MetricFeed:
             return
         variables = [variable for metric, _, _ in self._metrics.values() for variable in metric.variables]
         if self._inside is not None:
-            self._inside.saved = [np.asarray(variable) for variable in variables]
+            self._inside.saved = self.state()
         self._inside = current
         if current.saved is None:
             for metric, _, _ in self._metrics.values():

@@ -1,29 +1,57 @@
 """Weights in files: a Hugging Face directory for language models, `.weights.h5` for any module.
 
-Entry points: `save_model`, `save_weights`, `load_weights`. A file is written beside its place and renamed when it is
-complete, so an interrupted save leaves the old one whole.
+Entry points: `save_model`, `save_weights`, `load_weights`. A weights file holds the run too: optimizer state,
+counters, random key, place in the data. What is interrupted leaves the old file whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import tempfile
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import h5py
-import jax
 import numpy as np
 
-from dew.placement.processes import is_primary
-from dew.placement.stacks import StackView
+from dew.placement.processes import write_once
 from dew.pretrained import save_pretrained
-from dew.tree import closest, named_leaves, nested
+from dew.tree import closest
+from dew_keras.archive import SUFFIX, Archive
+from dew_keras.replacing import check_replaceable, replacing
+from dew_keras.run_state import SavedRun, read_run
+from dew_keras.weights_file import ArrayFile, Contents, write_hdf5
 
 WEIGHTS_SUFFIX = ".weights.h5"
-FORMAT = "dew_keras.weights.1"
+
+
+def is_archive(filepath: Any, zipped: bool | None) -> bool:
+    """Say whether `save` writes a `.keras` file, else a Hugging Face directory.
+
+    Args:
+        filepath: The path.
+        zipped: As `Model.save`.
+
+    Raises:
+        ValueError: If the path names another format, or `zipped` contradicts it.
+    """
+    path = Path(filepath)
+    archive = path.suffix == SUFFIX
+    is_folder = path.is_dir() or str(filepath).endswith(("/", os.sep))
+    if not archive and not is_folder and re.fullmatch(r"\.[A-Za-z]\w*", path.suffix):
+        raise ValueError(
+            f"save() writes a `{SUFFIX}` file, which load_model reads, or, for a language model, a Hugging Face "
+            f"directory under a path without an extension; weights alone are save_weights('name{WEIGHTS_SUFFIX}'). "
+            f"Received: filepath={str(filepath)!r}"
+        )
+    if zipped is not None and bool(zipped) is not archive:
+        raise ValueError(
+            f"A `{SUFFIX}` file is a zip and a Hugging Face directory is none; leave zipped out. "
+            f"Received: zipped={zipped!r}, filepath={str(filepath)!r}"
+        )
+    return archive
 
 
 def save_model(
@@ -53,126 +81,132 @@ def save_model(
         The directory.
 
     Raises:
-        ValueError: If the path names a file format, or the module is no language model.
+        ValueError: If the module is no language model.
         FileExistsError: If something is there and may not be replaced.
     """
     path = Path(filepath)
-    if path.name.endswith((".keras", ".h5", ".hdf5")):
-        raise ValueError(
-            "save() writes a Hugging Face checkpoint directory: give a path without a file extension, or use "
-            f"save_weights('name{WEIGHTS_SUFFIX}'). Received: filepath={str(filepath)!r}"
-        )
     if not is_language_model:
         raise ValueError(
-            f"{type(module).__name__} has no Hugging Face checkpoint format. Use save_weights('name{WEIGHTS_SUFFIX}'), "
-            "and build the module again to load it."
+            f"{type(module).__name__} has no Hugging Face checkpoint format. Use save('name{SUFFIX}') for the whole "
+            f"model, or save_weights('name{WEIGHTS_SUFFIX}'). Received: filepath={str(filepath)!r}"
         )
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists. Pass overwrite=True to replace it, or another path.")
     return save_pretrained(path, module, variables, config, tokenizer, generation_config)
 
 
-def save_weights(filepath: Any, variables: Any, view: StackView, *, overwrite: bool = True) -> None:
-    """Write every variable under its per-layer path into one file.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a weights file gave.
+
+    Attributes:
+        variables: Host arrays by per-layer name.
+        run: The run whose weights they are, or None.
+        skipped: Variables of the model that were left out.
+    """
+
+    variables: dict[str, np.ndarray]
+    run: SavedRun | None
+    skipped: frozenset[str]
+
+
+def save_weights(filepath: Any, contents: Contents, *, overwrite: bool = True) -> None:
+    """Write weights, and the run they belong to, into one file.
 
     Args:
         filepath: A path that ends in `.weights.h5`.
-        variables: All collections.
-        view: How the module stores layers.
+        contents: What to write.
         overwrite: Whether an earlier file may be replaced.
 
     Raises:
         ValueError: If the path has another ending.
         FileExistsError: If the file is there and may not be replaced.
+        OSError: If it cannot be written; an earlier file stays.
     """
-    path = _weights_path(filepath)
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists. Pass overwrite=True to replace it, or another path.")
-    leaves = named_leaves(view.unstack(variables))
-    if not is_primary():
-        return
-    with _replacing(path) as unfinished, h5py.File(unfinished, "w") as file:
-        file.attrs["format"] = FORMAT
-        for name, leaf in leaves.items():
-            value = np.asarray(leaf)
-            # HDF5 has no bfloat16; the wider type holds its values exactly.
-            file.create_dataset(name, data=value.astype(np.float32) if value.dtype.name == "bfloat16" else value)
+    path = weights_path(filepath)
+    check_replaceable(path, overwrite=overwrite)
+
+    def write(arrays: Iterator[tuple[str, np.ndarray]]) -> None:
+        with replacing(path, contents.nbytes) as unfinished:
+            write_hdf5(unfinished, arrays, contents.facts)
+
+    write_once(write, contents.arrays)
 
 
-def load_weights(filepath: Any, shapes: Any, view: StackView, *, skip_mismatch: bool = False) -> dict[str, Any]:
-    """Read the variables that `save_weights` wrote.
+def load_weights(filepath: Any, shapes: Mapping[str, Any] | None, *, skip_mismatch: bool = False) -> Loaded:
+    """Read what `save_weights`, or `save` as a `.keras` file, wrote.
 
     Args:
-        filepath: A path that ends in `.weights.h5`.
-        shapes: Shapes and dtypes of all collections, or the variables.
-        view: How the module stores layers.
+        filepath: A path that ends in `.weights.h5` or `.keras`.
+        shapes: Shapes and dtypes of the model's variables by per-layer name; None takes whatever the file has.
         skip_mismatch: Leave variables out whose shape differs or that one side lacks.
 
     Returns:
-        Host arrays by the physical structure of `shapes`; where a variable is left out, the leaf of `shapes`.
+        What the file holds; nothing was assigned yet.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If names or shapes differ.
+        DamagedFileError: If the file cannot be read as it was written.
     """
-    path = _weights_path(filepath)
-    if not path.is_file():
+    with _opened(Path(filepath)) as file:
+        return read_weights(file, shapes, skip_mismatch=skip_mismatch)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[ArrayFile]:
+    if path.suffix == SUFFIX:
+        with Archive(path) as archive, archive.weights() as entry, ArrayFile(entry, str(path)) as file:
+            yield file
+        return
+    if not weights_path(path).is_file():
         raise FileNotFoundError(f"There is no file {path}.")
-    wanted = named_leaves(view.unstack(shapes))
-    with _opened(path) as file:
-        if file.attrs.get("format") != FORMAT:
-            raise ValueError(f"{path} was not written by save_weights of this library.")
-        stored: dict[str, Any] = {}
-        file.visititems(lambda name, node: stored.update({name: node}) if isinstance(node, h5py.Dataset) else None)
-        found = {name: _checked(name, leaf, stored, path, skip_mismatch=skip_mismatch) for name, leaf in wanted.items()}
-        unknown = [name for name in stored if name not in wanted]
-        if unknown and not skip_mismatch:
-            near = closest(unknown[0], wanted)
-            hint = f" The nearest one here is {near!r}." if near else ""
-            raise ValueError(
-                f"{path} holds {len(unknown)} variables that the module does not have: {unknown[:5]}.{hint}"
-            )
-    return view.stack(nested(found))
+    with ArrayFile(path, str(path)) as file:
+        yield file
 
 
-def _opened(path: Path) -> h5py.File:
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        raise ValueError(f"{path} is damaged: {error}. Save the weights again.") from error
+def read_weights(file: ArrayFile, shapes: Mapping[str, Any] | None, *, skip_mismatch: bool) -> Loaded:
+    """Read an open weights file; see `load_weights`.
+
+    Args:
+        file: The file.
+        shapes: As `load_weights`.
+        skip_mismatch: As `load_weights`.
+    """
+    stored = {name: file.shape(f"variables/{name}") for name in file.names("variables")}
+    wanted = stored if shapes is None else {name: tuple(leaf.shape) for name, leaf in shapes.items()}
+    if not skip_mismatch:
+        _check_shapes(file.title, stored, wanted)
+    found = [name for name, shape in wanted.items() if stored.get(name) == shape]
+    variables = {name: file.read(f"variables/{name}") for name in found}
+    return Loaded(variables=variables, run=read_run(file), skipped=frozenset(wanted) - frozenset(found))
 
 
-def _checked(name: str, leaf: Any, stored: Mapping[str, Any], path: Path, *, skip_mismatch: bool) -> Any:
-    value = stored.get(name)
-    if value is not None and value.shape == tuple(leaf.shape):
-        return value[()].astype(leaf.dtype)
-    if skip_mismatch and isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
-    if value is None:
-        raise ValueError(f"{path} lacks the variable {name!r}, which the module has.")
-    raise ValueError(f"{path} holds {name!r} with shape {value.shape}; the module has {tuple(leaf.shape)}.")
+def _check_shapes(title: str, stored: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    for name, shape in shapes.items():
+        if name not in stored:
+            near = closest(name, stored)
+            hint = f" The nearest one there is {near!r}." if near else ""
+            raise ValueError(f"{title} lacks the variable {name!r}, which the module has.{hint}")
+        if stored[name] != shape:
+            raise ValueError(f"{title} holds {name!r} with shape {stored[name]}; the module has {shape}.")
+    unknown = [name for name in stored if name not in shapes]
+    if unknown:
+        near = closest(unknown[0], shapes)
+        hint = f" The nearest one here is {near!r}." if near else ""
+        raise ValueError(f"{title} holds {len(unknown)} variables that the module does not have: {unknown[:5]}.{hint}")
 
 
-def _weights_path(filepath: Any) -> Path:
+def weights_path(filepath: Any) -> Path:
+    """Check the name of a weights file.
+
+    Args:
+        filepath: The path.
+
+    Raises:
+        ValueError: If it has another ending.
+    """
     path = Path(filepath)
     if not path.name.endswith(WEIGHTS_SUFFIX):
         raise ValueError(f"The filename must end in `{WEIGHTS_SUFFIX}`. Received: filepath={str(filepath)!r}")
     return path
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a path beside the file, and move it into place when nothing went wrong."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    unfinished = Path(name)
-    try:
-        yield unfinished
-        # mkstemp makes private files; the saved one gets the permissions of any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        unfinished.chmod(0o666 & ~mask)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -15,7 +15,8 @@ import numpy as np
 from dew.data.chat import is_chat
 from dew.data.text import Tokenizer
 from dew.data.tokens import RowReport, language_rows
-from dew_keras.inputs import IterableSource, RowSharing, Source, dataset_source
+from dew_keras.inputs import RowSharing, Source
+from dew_keras.streams import IterableSource, dataset_source
 
 
 def is_language_input(x: Any) -> bool:

@@ -1,15 +1,20 @@
-"""Join the pool of processes that run one program: `initialize`, before any array exists.
+"""The pool of processes that run one program: joining it, whole values on every host, and writing files once.
 
-This file and the command line are the engine's only readers of the environment.
+Entry points: `initialize`, before any array exists; `host_value`, `write_once`. This file and the command line are
+the engine's only readers of the environment.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-__all__ = ["initialize", "is_primary"]
+__all__ = ["host_value", "initialize", "is_primary", "write_once"]
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "DEW_PROCESS_COUNT", "DEW_PROCESS_ID")
 
@@ -51,3 +56,43 @@ def _integer(name: str, given: dict[str, str]) -> int:
 def is_primary() -> bool:
     """Say whether this process is the one that prints and commits: process 0."""
     return jax.process_index() == 0
+
+
+def host_value(leaf: Any) -> np.ndarray:
+    """Copy a whole array to this host; where it spans processes, all of them must call this together.
+
+    Args:
+        leaf: An array on any mesh, or a host array.
+    """
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+def write_once(write: Callable[[Iterator[Any]], None], items: Iterator[Any]) -> None:
+    """Let process 0 write what all processes compute together, and return when it is written.
+
+    Args:
+        write: Consumes the items; called in process 0 only.
+        items: Gathers values as it goes, so every process consumes it to the end.
+
+    Raises:
+        Exception: What `write` raised, in process 0.
+        OSError: In the other processes, when process 0 could not write.
+    """
+    if jax.process_count() == 1:
+        write(items)
+        return
+    failure: Exception | None = None
+    if is_primary():
+        try:
+            write(items)
+        except Exception as error:  # the others wait for the rest of the gathers, whatever went wrong
+            failure = error
+    for _ in items:
+        pass
+    failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failure is not None)))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OSError("Process 0 could not write what all processes save together; its own error says why.")

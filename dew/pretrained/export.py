@@ -20,7 +20,9 @@ import jax
 import numpy as np
 
 from dew.data.text import Tokenizer
+from dew.files import check_room, unwritten
 from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.placement.processes import host_value, write_once
 from dew.pretrained.families import FAMILIES, Family
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.load import compute_dtype, model_recipes
@@ -83,11 +85,9 @@ def save_pretrained(
     Raises:
         ValueError: If no config can express the model, or the variables are not the model's.
         FileExistsError: If the directory holds other files.
-        NotImplementedError: If the arrays live on several processes.
+        OSError: If it cannot be written; an earlier export stays.
     """
     directory = Path(directory).absolute()
-    if jax.process_count() > 1:
-        raise NotImplementedError("Exporting from several processes is not available yet; export from one process.")
     if not max_shard_bytes > 0:
         raise ValueError(f"max_shard_bytes must be positive. Received: max_shard_bytes={max_shard_bytes}")
     _check_replaceable(directory)
@@ -97,13 +97,17 @@ def save_pretrained(
     tensors, arrays = _tensors(family, module, variables, target)
     largest = max((tensor.dtype for tensor in tensors), key=lambda each: each.itemsize)
     written_config["dtype"] = largest.name
-    with _beside(directory) as unfinished:
-        _write_json(unfinished / "config.json", written_config)
-        if generation_config:
-            _write_json(unfinished / "generation_config.json", generation_config)
-        if tokenizer is not None:
-            tokenizer.save(unfinished)
-        _write_weights(unfinished, tensors, arrays, max_shard_bytes)
+
+    def write(values: Iterator[np.ndarray]) -> None:
+        with _beside(directory, sum(tensor.nbytes for tensor in tensors)) as unfinished:
+            _write_json(unfinished / "config.json", written_config)
+            if generation_config:
+                _write_json(unfinished / "generation_config.json", generation_config)
+            if tokenizer is not None:
+                tokenizer.save(unfinished)
+            _write_weights(unfinished, tensors, values, max_shard_bytes)
+
+    write_once(write, (_stored(tensor, arrays) for tensor in tensors))
     return directory
 
 
@@ -169,7 +173,7 @@ def _tensors(
 
 
 def _write_weights(
-    directory: Path, tensors: Sequence[_Tensor], arrays: Mapping[str, Any], max_shard_bytes: float
+    directory: Path, tensors: Sequence[_Tensor], values: Iterator[np.ndarray], max_shard_bytes: float
 ) -> None:
     """Write the shards, and the index after the last of them."""
     shards: list[list[_Tensor]] = [[]]
@@ -182,7 +186,7 @@ def _write_weights(
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         with (directory / name).open("wb") as file:
-            _write_shard(file, shard, arrays)
+            _write_shard(file, shard, values)
             _sync(file)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
@@ -190,7 +194,7 @@ def _write_weights(
         _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], arrays: Mapping[str, Any]) -> None:
+def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], values: Iterator[np.ndarray]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -203,8 +207,8 @@ def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], arrays: Mapping[str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     file.write(struct.pack("<Q", len(text)) + text)
-    for tensor in tensors:
-        file.write(_stored(tensor, arrays).reshape(-1).view(np.uint8).data)
+    for _ in tensors:
+        file.write(next(values).reshape(-1).view(np.uint8).data)
 
 
 def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
@@ -212,7 +216,7 @@ def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     result = np.empty([size for group in tensor.parts[0][0].factors for size in group], tensor.dtype)
     for recipe, number in tensor.parts:
         leaf = arrays[recipe.path]
-        layer = np.asarray(_take_layer(leaf, number) if recipe.banked else leaf)
+        layer = host_value(_take_layer(leaf, number) if recipe.banked else leaf)
         own = result
         if recipe.cut is not None:
             stop = recipe.cut.start + recipe.in_tensor_order(layer).shape[recipe.cut.factor]
@@ -257,9 +261,10 @@ def _check_replaceable(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _beside(directory: Path) -> Iterator[Path]:
+def _beside(directory: Path, nbytes: int) -> Iterator[Path]:
     """Give a directory beside the wanted one that takes its name on success and vanishes on failure."""
     directory.parent.mkdir(parents=True, exist_ok=True)
+    check_room(directory, nbytes)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
     try:
         yield unfinished
@@ -276,6 +281,8 @@ def _beside(directory: Path) -> Iterator[Path]:
                 shutil.rmtree(replaced, ignore_errors=True)
         else:
             unfinished.rename(directory)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise unwritten(directory, nbytes, error) from error
         raise

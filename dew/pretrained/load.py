@@ -316,12 +316,19 @@ def _describe_gguf(
             f"{path}: GGUF architecture {architecture!r} is not supported. Known: {', '.join(GGUF_ARCHITECTURES)}."
         )
     reader = GGUF_ARCHITECTURES[architecture]
-    config = reader.config(file.metadata, file.tensors, path)
+    config = reader.config(file)
     tokenizer = Tokenizer.from_gguf(file.metadata) if "tokenizer.ggml.model" in file.metadata else None
     tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
 
     def open_source() -> TensorSource:
-        return GgufSource(file, reader.tensor_name, lambda name, rows: reader.row_order(name, rows, config))
+        return GgufSource(
+            file,
+            reader.tensor_name,
+            lambda name, rows: reader.row_order(name, rows, config),
+            is_shifted=reader.is_shifted,
+            is_transposed=reader.is_transposed,
+            left_out=reader.consumed(config),
+        )
 
     return config, tokenizer, tokens, open_source
 

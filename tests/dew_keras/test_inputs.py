@@ -9,7 +9,8 @@ import pytest
 import dew_keras
 from dew.placement.partition import DataPartition
 from dew_keras.arrays import count_rows, keras_arrays
-from dew_keras.inputs import ArraySource, RowSharing, SlicedSource, keras_source
+from dew_keras.inputs import ArraySource, RowSharing
+from dew_keras.streams import SlicedSource, keras_source
 from tests.dew_keras.nets import Linear, rows, twins
 
 ON_EIGHT = RowSharing(divisor=8)

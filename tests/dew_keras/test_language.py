@@ -227,8 +227,8 @@ def test_a_preset_costs_nothing_until_a_mesh_is_known(tmp_path):
 
 def test_what_save_cannot_write_is_refused(tmp_path):
     model = language_model()
-    with pytest.raises(ValueError, match="Hugging Face checkpoint directory"):
-        model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match="Hugging Face directory"):
+        model.save(tmp_path / "model.h5")
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="overwrite=True"):
         model.save(tmp_path / "there", overwrite=False)
