@@ -20,7 +20,7 @@ from dew.data.byte_pairs import token_text, tokenizer_from_metadata
 from dew.data.chat import ChatTemplate
 from dew.data.template_budget import ChatTemplateError
 from dew.data.tokenizers import read_backend
-from dew.data.tokenizers.files import read_bytes, read_json
+from dew.data.tokenizers.files import read_json, read_text
 from dew.data.tokenizers.gguf_pieces import pieces_from_metadata
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -339,10 +339,7 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     """Find the chat templates by name: a file of its own first, then what the config says."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        try:
-            return {DEFAULT_TEMPLATE: read_bytes(path).decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}") from error
+        return {DEFAULT_TEMPLATE: read_text(path)}
     template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if template is None:
         return {}

@@ -21,6 +21,10 @@ MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 1_000_000
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
+MAX_STRING_BYTES = 64 * 2**20
+MAX_METADATA_BYTES = 512 * 2**20
+MAX_ARRAY_ITEMS = 8_000_000
+"""Of all arrays of a file together; a vocabulary of 256,000 tokens with its merges has a million."""
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
@@ -238,9 +242,15 @@ class _Cursor:
 
     def __init__(self, data: Any, size: int, path: Path):
         self.data, self.size, self.path, self.position = data, size, path, 0
+        self.items_left = MAX_ARRAY_ITEMS
 
     def bytes(self, count: int) -> bytes:
         end = self.position + count
+        if end > MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{self.path}: the header reaches byte {end}; at most {MAX_METADATA_BYTES} are read. The file is "
+                "damaged."
+            )
         if end > self.size:
             raise CheckpointError(
                 f"{self.path}: the header asks for {count} bytes at {self.position}, the file ends at {self.size}. "
@@ -254,7 +264,13 @@ class _Cursor:
         return struct.unpack(layout, self.bytes(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        raw = self.bytes(self.number("<Q"))
+        length = self.number("<Q")
+        if length > min(MAX_STRING_BYTES, self.size - self.position):
+            raise CheckpointError(
+                f"{self.path}: a string at byte {self.position} asks for {length} bytes; the file ends at {self.size} "
+                f"and a string may have {MAX_STRING_BYTES}. The file is truncated or damaged; fetch it again."
+            )
+        raw = self.bytes(length)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -267,6 +283,11 @@ class _Cursor:
         if kind != ARRAY:
             return self._scalars(key, kind, 1)[0]
         item_kind, length = self.number("<I"), self.number("<Q")
+        if length > self.items_left:
+            raise CheckpointError(
+                f"{self.path}: {key!r} claims {length} items; all arrays together may have {MAX_ARRAY_ITEMS}."
+            )
+        self.items_left -= length
         if item_kind == STRING:
             # Each string takes at least its 8-byte length, so a false count stops here and not after a huge loop.
             if length * 8 > self.size - self.position:

@@ -35,6 +35,7 @@ from dew.pretrained.torch_pickle import open_pickled
 from dew.tree import closest, named_leaves, nested
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ def describe(
         open_source = functools.partial(_open_directory, source, path, allow_pickle=allow_pickle)
         stored_dtype = _stored_dtype(config, path)
     family = family_of(config, source)
+    _check_depth(config, source)
     arguments = family.translate(Fields(config, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
         raise CheckpointError(
@@ -293,6 +295,13 @@ def compute_dtype(dtype: Any) -> str:
             + (f" Did you mean {near!r}?" if near else "")
         )
     return name
+
+
+def _check_depth(config: dict[str, Any], where: object) -> None:
+    """Refuse a number of layers that no model has, before a list of them is made."""
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if type(config.get(name)) is int and config[name] > MAX_LAYERS:
+            raise CheckpointError(f"{where}: {name}={config[name]}; at most {MAX_LAYERS} layers are read.")
 
 
 def _describe_directory(path: Path) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Writes small GGUF files of the Llama architecture from a Hugging Face checkpoint, as llama.cpp's converter does."""
+"""Writes small GGUF files from a Hugging Face checkpoint of Llama's shape, as llama.cpp's converter does."""
 
 import gguf
 import numpy as np
@@ -16,6 +16,8 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 
 
@@ -35,7 +37,7 @@ def permuted(values, heads):
     )
 
 
-def write(path, config, tensors, quantised=None, fields=None):
+def write(path, config, tensors, quantised=None, fields=None, architecture="llama"):
     """Write a GGUF file.
 
     Args:
@@ -43,7 +45,8 @@ def write(path, config, tensors, quantised=None, fields=None):
         config: Fields of a LlamaConfig.
         tensors: Hugging Face name to float32 array.
         quantised: Type of the matrices whose width is whole blocks; None keeps float32.
-        fields: Further `llama.*` fields; None removes one.
+        fields: Further fields of the architecture; None removes one.
+        architecture: Only Llama's rows of queries and keys are permuted.
     """
     values = {
         "block_count": config["num_hidden_layers"],
@@ -58,20 +61,20 @@ def write(path, config, tensors, quantised=None, fields=None):
         "vocab_size": config["vocab_size"],
         **(fields or {}),
     }
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         if isinstance(value, str):
-            writer.add_string(f"llama.{key}", value)
+            writer.add_string(f"{architecture}.{key}", value)
         elif isinstance(value, bool):
-            writer.add_bool(f"llama.{key}", value)
+            writer.add_bool(f"{architecture}.{key}", value)
         elif isinstance(value, int):
-            writer.add_uint32(f"llama.{key}", value)
+            writer.add_uint32(f"{architecture}.{key}", value)
         elif value is not None:
-            writer.add_float32(f"llama.{key}", value)
+            writer.add_float32(f"{architecture}.{key}", value)
     for name, tensor in tensors.items():
-        if ".q_proj." in name:
+        if architecture == "llama" and ".q_proj." in name:
             tensor = permuted(tensor, config["num_attention_heads"])
-        elif ".k_proj." in name:
+        elif architecture == "llama" and ".k_proj." in name:
             tensor = permuted(tensor, config["num_key_value_heads"])
         if quantised is None or tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[quantised][0]:
             writer.add_tensor(stored_name(name), tensor)

@@ -12,9 +12,10 @@ from typing import Any
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from dew.data.tokenizers.files import MAX_TOKENS, read_bytes, read_json, refusing_panics
+from dew.data.tokenizers.files import MAX_TOKENS, read_bytes, read_json, read_text, refusing_panics
 from dew.data.tokenizers.ranked_bytes import merges_backend, ranks_backend
 from dew.data.tokenizers.sentencepiece import parse_model, sentencepiece_backend
+from dew.data.tokenizers.tokenizer_json import read_tokenizer_json
 
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "qwen.tiktoken", "vocab.json", "merges.txt")
 """Read, in this order, where there is no tokenizer.json."""
@@ -51,11 +52,7 @@ def read_backend(
     declared = _declared_tokens(directory, config, all_special)
     path = directory / "tokenizer.json"
     if path.exists():
-        data = read_bytes(path)
-        with refusing_panics(path):
-            backend = Backend.from_buffer(data)
-        backend.no_padding()
-        backend.no_truncation()
+        backend = read_tokenizer_json(path)
     else:
         backend = _read_slow(directory, config, declared)
     _add_tokens(backend, directory, declared, all_special)
@@ -92,13 +89,9 @@ def _read_slow(directory: Path, config: Mapping[str, Any], declared: Mapping[int
             f"tokenizer.json; known for vocab.json and merges.txt: {', '.join(_MERGES_RULES)}. Save the tokenizer as "
             "tokenizer.json."
         )
-    try:
-        merges = read_bytes(directory / "merges.txt").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{directory / 'merges.txt'} is not UTF-8: {error}") from error
     return merges_backend(
         read_json(directory / "vocab.json"),
-        merges,
+        read_text(directory / "merges.txt"),
         directory,
         _MERGES_RULES[name or "GPT2Tokenizer"],
         add_prefix_space=config.get("add_prefix_space") is True,

@@ -1,6 +1,6 @@
 """Reads the small files of a tokenizer within bounds.
 
-Entry points: `read_json`, `read_bytes`, `refusing_panics`.
+Entry points: `read_json`, `read_text`, `read_bytes`, `refusing_panics`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ def read_bytes(path: Path) -> bytes:
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; at most {MAX_BYTES} are read.")
     return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 text of bounded size, its line ends as they are.
+
+    Raises:
+        ValueError: If it is larger than any tokenizer, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a readable text: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Each GGUF architecture gives the config, the names and the values of the checkpoint it was made from."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dew.pretrained import CheckpointError, describe, load_pretrained
+from dew.pretrained.formats import GGUF_ARCHITECTURES
+from dew.pretrained.gguf import GgufFile
+from tests.pretrained import gguf_files
+from tests.pretrained.checkpoints import FIXTURES
+
+
+@pytest.fixture
+def written(tmp_path, tensors):
+    """Write a fixture as a GGUF file of an architecture."""
+
+    def write(name, architecture, fields=None, **changed):
+        config = json.loads((FIXTURES / name / "config.json").read_text())
+        path = tmp_path / f"{architecture}.gguf"
+        values = {**tensors(FIXTURES / name), **changed}
+        gguf_files.write(path, config, values, fields=fields, architecture=architecture)
+        return path
+
+    return write
+
+
+def test_qwen3_is_the_checkpoint_it_was_made_from(written):
+    path = written("qwen3", "qwen3", {"attention.key_length": 16, "attention.value_length": 16})
+    want = load_pretrained(FIXTURES / "qwen3", dtype="float32")
+    got = load_pretrained(path, mesh={"fsdp": 2})
+    assert got.module == want.module
+    jax.tree.map(np.testing.assert_array_equal, got.variables, want.variables)
+
+
+def test_a_head_of_qwen3_is_128_wide_unless_the_file_says(written):
+    path = written("qwen3", "qwen3", {"rope.dimension_count": None})
+    assert GGUF_ARCHITECTURES["qwen3"].config(GgufFile(path))["head_dim"] == 128
+
+
+def test_qwen2_metadata_and_names(written):
+    config = GGUF_ARCHITECTURES["qwen2"].config(GgufFile(written("llama", "qwen2")))
+    want = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    assert config["model_type"] == "qwen2"
+    assert "head_dim" not in config
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size"):
+        assert config[name] == want[name], name
+    rename = GGUF_ARCHITECTURES["qwen2"]
+    assert rename.tensor_name("blk.7.attn_q.bias") == "model.layers.7.self_attn.q_proj.bias"
+    assert rename.row_order("model.layers.7.self_attn.q_proj.bias", 48, config) is None
+    with pytest.raises(CheckpointError, match="heads of 16 are not the width 48 divided by 4"):
+        rename.config(GgufFile(written("llama", "qwen2", {"rope.dimension_count": 16})))
+
+
+def frequency_table(theta, head_dim, factor, low=1.0, high=4.0, original=8192):
+    """Divisors of the frequencies as llama.cpp's converter writes them, one by one."""
+    table = []
+    for j in range(head_dim // 2):
+        wavelength = 2 * np.pi * theta ** (2 * j / head_dim)
+        if wavelength < original / high:
+            table.append(1.0)
+        elif wavelength > original / low:
+            table.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            table.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(table, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_recognised_by_its_table(written, monkeypatch, factor):
+    monkeypatch.setitem(gguf_files.NAMES, "rope_freqs.weight", "rope_freqs.weight")
+    table = frequency_table(500000.0, 12, factor)
+    assert 1.0 < table.max() == factor
+    path = written("llama", "llama", {"rope.freq_base": 500000.0}, **{"rope_freqs.weight": table})
+    scaling = load_pretrained(path).module.layers[0].attention.rotary.scaling
+    got = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_length)
+    assert got == (factor, 1.0, 4.0, 8192)
+    table[-1] *= 1.001
+    path = written("llama", "llama", {"rope.freq_base": 500000.0}, **{"rope_freqs.weight": table})
+    with pytest.raises(CheckpointError, match=r"no part of the model reads: rope_freqs\.weight"):
+        load_pretrained(path)
+
+
+@pytest.mark.parametrize("architecture", sorted(GGUF_ARCHITECTURES))
+def test_a_field_that_is_not_read_is_refused_in_every_architecture(written, architecture):
+    path = written("llama", architecture, {"attention.sliding_window": 4096})
+    with pytest.raises(CheckpointError, match=rf"not supported: {architecture}\.attention\.sliding_window=4096"):
+        describe(path)
