@@ -60,8 +60,8 @@ def convert_checkpoint(
             raise ValueError(f"--step is for a run; name the checkpoint it started from with --model. Received: {step}")
         if _is_run(Path(source)):
             raise ValueError(
-                f"{source} holds the checkpoints of a run, which say nothing about the model: name the checkpoint that it "
-                "started from with --model."
+                f"{source} holds the checkpoints of a run, which say nothing about the model: name the checkpoint that "
+                "it started from with --model."
             )
         described = describe(source, revision=revision, dtype=dtype, allow_pickle=allow_pickle)
         variables = load_variables(described, mesh=as_mesh(None), layout=Layout(), param_dtype=dtype)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from dew.data.byte_pairs import token_text, tokenizer_from_metadata
 from dew.data.chat import ChatTemplate
 from dew.data.template_budget import ChatTemplateError
-from dew.data.tokenizers import read_backend
+from dew.data.tokenizers.directory import read_backend
 from dew.data.tokenizers.files import read_json, read_text
 from dew.data.tokenizers.gguf_pieces import pieces_from_metadata
 
@@ -344,7 +344,7 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     if template is None:
         return {}
     entries = template if isinstance(template, list) else [{"name": DEFAULT_TEMPLATE, "template": template}]
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, Mapping)}
+    named: dict[Any, Any] = {e.get("name"): e.get("template") for e in entries if isinstance(e, Mapping)}
     if len(named) != len(entries) or not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise ValueError(
             f"{directory}: chat_template must be a text, or a list of different names with their texts. "

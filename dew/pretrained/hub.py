@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dew.data.tokenizers import SLOW_TOKENIZER_FILES
+from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES
 from dew.pretrained.safetensors import INDEX_NAME, SINGLE_NAME
 from dew.pretrained.shards import shard_names
 from dew.pretrained.source import CheckpointError, contained

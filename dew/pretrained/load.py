@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
-from dew.data.tokenizers import SLOW_TOKENIZER_FILES, has_tokenizer
+from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES, has_tokenizer
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh
@@ -327,7 +327,9 @@ def _describe_gguf(
     reader = GGUF_ARCHITECTURES[architecture]
     config = reader.config(file)
     tokenizer = Tokenizer.from_gguf(file.metadata) if "tokenizer.ggml.model" in file.metadata else None
-    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    tokens: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
+    }
 
     def open_source() -> TensorSource:
         return GgufSource(

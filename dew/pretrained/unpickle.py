@@ -92,8 +92,7 @@ class _Machine:
                 return self.stack.pop()
             step = steps.get(code)
             if step is None:
-                known = pickletools.code2op.get(code.decode("latin-1"))
-                name = known.name if known else repr(code)
+                name = next((op.name for op in pickletools.opcodes if op.code == code.decode("latin-1")), repr(code))
                 raise CheckpointError(f"{self.where}: its pickle uses {name}, which a dict of tensors does not need.")
             step()
 
