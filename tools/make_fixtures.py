@@ -1,19 +1,45 @@
-"""Make the small reference checkpoints that the parity tests load: `python tools/make_fixtures.py [directory]`.
+"""Make the reference checkpoints that parity tests load: `python tools/make_fixtures.py [--to DIRECTORY] [NAME ...]`.
 
 Needs transformers and torch. A fixture is a directory with config.json, model.safetensors and reference.npz: tokens,
-the reference's float32 logits, and the attention entropy that shows the weights are peaked. `versions.json` says what
-made it.
+the reference's float32 logits, the attention entropy that shows the weights are peaked, and what its embeddings and
+first norm give in bfloat16. `rotary.npz` holds rotary tables. `versions.json` says what made them.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 SHAPE = {
     "vocab_size": 96,
@@ -35,20 +61,140 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# Smaller, for the families that came later; windows of 8 tokens hide most of a row of 48.
+SMALL = SHAPE | {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+NARROW = {name: value for name, value in SMALL.items() if name != "head_dim"}
+WINDOWED = SMALL | {"sliding_window": 8, "query_pre_attn_scalar": 12}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+}
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [1.5, 8.0],
+}
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # theirs lie outside the vocabulary
+GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 FIXTURES = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
     "llama_untied": (
         LlamaForCausalLM,
-        LlamaConfig(
+        lambda: LlamaConfig(
             **SHAPE, head_dim=16, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3
         ),
     ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=PLAIN)),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=PLAIN),
+    ),
     "qwen3_untied": (
         Qwen3ForCausalLM,
-        Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False, rope_parameters=YARN),
+        lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False, rope_parameters=YARN),
+    ),
+    "mistral": (
+        MistralForCausalLM,
+        lambda: MistralConfig(**SMALL, sliding_window=8, tie_word_embeddings=False, rope_parameters=PLAIN),
+    ),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        lambda: Qwen2Config(
+            **NARROW,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "gemma": (GemmaForCausalLM, lambda: GemmaConfig(**SMALL, rope_parameters=PLAIN)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(
+            **WINDOWED, attn_logit_softcapping=12.0, final_logit_softcapping=2.0, rope_parameters=PLAIN
+        ),
+    ),
+    "gemma3_text": (
+        Gemma3ForCausalLM,
+        lambda: Gemma3TextConfig(**WINDOWED, layer_types=GEMMA3_KINDS, rope_parameters=GEMMA3_ROPE),
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        lambda: SmolLM3Config(**NARROW, **NO_TOKENS, no_rope_layer_interval=2, rope_parameters=PLAIN),
+    ),
+    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(**NARROW, **NO_TOKENS, rope_parameters=PLAIN)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        lambda: Olmo3Config(
+            **NARROW,
+            **NO_TOKENS,
+            sliding_window=8,
+            layer_types=GEMMA3_KINDS,
+            rope_parameters={"sliding_attention": PLAIN, "full_attention": YARN},
+        ),
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        lambda: GraniteConfig(
+            **NARROW,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "phi3": (
+        Phi3ForCausalLM,
+        lambda: Phi3Config(
+            **NARROW, **NO_TOKENS, sliding_window=16, original_max_position_embeddings=16, rope_parameters=PHI3_ROPE
+        ),
     ),
 }
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_untruncated": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 16.0,
+        "truncate": False,
+    },
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
+        "original_max_position_embeddings": 4096,
+    },
+    "longrope_factor": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.25,
+    },
+}
+POSITIONS = (0, 1, 255, 4095, 4096, 8193)
 ROWS, LENGTH = 2, 48
 # Entropy of attention over its maximum, averaged over positions that see at least 8 tokens: less than half is peaked.
 LARGEST_ENTROPY = 0.5
@@ -58,34 +204,38 @@ LARGEST_ROUNDING = 2e-6
 
 def randomise(model, generator, sharpness):
     """Draw weights whose norms are far from one, whose biases are not zero, and whose attention is peaked."""
+    gemma = model.config.model_type.startswith("gemma")
     for name, weight in model.named_parameters():
         draw = torch.randn(weight.shape, generator=generator)
         if name.endswith("norm.weight"):
             value = 1.0 + 0.3 * draw
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 value = value * math.sqrt(sharpness)
+            value = value - 1.0 if gemma else value
         elif name.endswith(".bias"):
             value = 0.3 * draw
         elif "embed_tokens" in name:
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
+            value = (
+                value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
+            )
         else:
             value = draw / math.sqrt(weight.shape[1])
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
                 value = value * math.sqrt(sharpness)
         weight.data.copy_(value)
 
 
 def entropy(attentions):
-    """Mean entropy of the attention rows over that of a uniform row."""
+    """Mean entropy of the attention rows over that of a uniform row over the tokens they see."""
     rows = torch.stack(attentions)[..., 8:, :]
     values = -(rows * rows.clamp_min(1e-30).log()).sum(-1)
-    sizes = torch.arange(9, rows.shape[-1] + 1, dtype=torch.float32).log()
-    return (values / sizes).mean().item()
+    return (values / (rows > 0).sum(-1).float().log()).mean().item()
 
 
 def sharpened(kind, config, tokens, seed):
     """Sharpen attention until it is peaked; returns the model, its outputs and the entropy."""
-    for sharpness in (1.0, 1.5, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0):
+    for sharpness in (1.0, 1.5, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 7.0, 10.0):
         model = kind(config).eval().float()
         randomise(model, torch.Generator().manual_seed(seed), sharpness)
         with torch.no_grad():
@@ -113,7 +263,11 @@ def make(directory, kind, config):
         raise RuntimeError(f"{directory}: the reference itself rounds by {rounding:.1e} on every seed")
     (directory / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(
-        directory / "reference.npz", tokens=tokens.numpy(), logits=out.logits.numpy(), entropy=np.float32(ratio)
+        directory / "reference.npz",
+        tokens=tokens.numpy(),
+        logits=out.logits.numpy(),
+        entropy=np.float32(ratio),
+        **in_bfloat16(kind, config, directory, tokens),
     )
     print(
         f"{directory.name}: seed {seed}, entropy {ratio:.2f} of uniform, logits up to {scale:.2f}, float32 rounding of "
@@ -121,15 +275,56 @@ def make(directory, kind, config):
     )
 
 
+def in_bfloat16(kind, config, directory, tokens):
+    """Give what one row's embeddings and first norm are in bfloat16, as the bits: casts that float32 does not show."""
+    config._attn_implementation = "eager"
+    model = kind.from_pretrained(directory, dtype=torch.bfloat16)
+    seen = {}
+    layer = model.model.layers[0]
+    norm = getattr(layer, "input_layernorm", None) or layer.post_attention_layernorm
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(embedded=args[0]), with_kwargs=True),
+        norm.register_forward_hook(lambda _, args, result: seen.update(read=args[0], normed=result)),
+    ]
+    with torch.no_grad():
+        model(tokens[:1, :16])
+    for handle in handles:
+        handle.remove()
+    if norm is getattr(layer, "input_layernorm", None):
+        del seen["read"]  # the embeddings
+    return {f"bfloat16_{name}": value[0].view(torch.int16).numpy() for name, value in seen.items()}
+
+
+def make_rotary(path):
+    """Make the rotary tables of every kind of scaling, of rows that end at each of `POSITIONS`."""
+    arrays = {}
+    for name, scaling in SCALINGS.items():
+        config = LlamaConfig(
+            **SHAPE | {"max_position_embeddings": 16384}, rope_parameters={"rope_theta": 50000.0, **scaling}
+        )
+        for position in POSITIONS:
+            # A module of its own: some scalings remember the longest row they saw.
+            cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([[position]]))
+            arrays[f"{name}/{position}"] = torch.stack([cos[0, 0], sin[0, 0]]).numpy()[:, : cos.shape[-1] // 2]
+        arrays[f"{name}/config"] = np.frombuffer(json.dumps(config.to_dict()["rope_parameters"]).encode(), np.uint8)
+    np.savez_compressed(path, **arrays)
+
+
 def main():
-    """Make every fixture."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "tests" / "fixtures")
-    for name, (kind, config) in FIXTURES.items():
-        directory = root / name
-        directory.mkdir(parents=True, exist_ok=True)
-        make(directory, kind, config)
+    """Make the named fixtures, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, default=Path(__file__).resolve().parents[1] / "tests" / "fixtures")
+    parser.add_argument("names", nargs="*", choices=[[], "rotary", *FIXTURES])
+    options = parser.parse_args()
+    for name in options.names or ["rotary", *FIXTURES]:
+        if name == "rotary":
+            make_rotary(options.to / "rotary.npz")
+            continue
+        kind, config = FIXTURES[name]
+        (options.to / name).mkdir(parents=True, exist_ok=True)
+        make(options.to / name, kind, config())
     versions = {"transformers": transformers.__version__, "torch": torch.__version__, "numpy": np.__version__}
-    (root / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    (options.to / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ class RotarySpec:
         scaling: How the frequencies are stretched; None leaves them.
         fraction: Leading part of the head width that is rotated.
         interleaved: Whether neighbouring dimensions are rotated together, rather than the two halves.
-        in_float32: Whether the rotation is computed in float32 whatever the heads are (Cohere); tables are rounded to
-            the heads' dtype either way.
+        in_float32: Whether the rotation is computed in float32 whatever the heads are (Cohere, OLMo 2).
+        round_tables: Whether cos and sin are rounded to the heads' dtype before that (all but OLMo 2).
     """
 
     theta: float
@@ -108,12 +108,15 @@ class RotarySpec:
     fraction: float = 1.0
     interleaved: bool = False
     in_float32: bool = False
+    round_tables: bool = True
 
     def __post_init__(self) -> None:
         if not self.theta > 1:
             raise ValueError(f"rotary theta must exceed 1. Received: theta={self.theta}")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"rotary fraction must be in (0, 1]. Received: fraction={self.fraction}")
+        if not (self.round_tables or self.in_float32):
+            raise ValueError("tables that are not rounded need a rotation in float32. Received: in_float32=False")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise ValueError(f"rotary scaling must be one of {Scaling.__args__}. Received: scaling={self.scaling!r}")
 
@@ -167,7 +170,8 @@ def rotate(x: Float[Array, "B T N H"], tables: Tables, spec: RotarySpec) -> Floa
     Returns:
         The rotated heads, in the dtype of `x`.
     """
-    cos, sin = (table[:, :, None, :].astype(x.dtype) for table in tables)
+    dtype = x.dtype if spec.round_tables else jnp.float32
+    cos, sin = (table[:, :, None, :].astype(dtype) for table in tables)
     width = 2 * cos.shape[-1]
     heads = x.astype(jnp.float32) if spec.in_float32 else x
     turned, rest = heads[..., :width], heads[..., width:]

@@ -132,7 +132,8 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
         except ValueError as error:
             reasons.append(f"{family.model_type}: {error}")
             continue
-        different = [name for name, value in read_back.items() if getattr(module, name) != value]
+        expressed = CausalTransformer(**read_back)
+        different = [name for name in _COMPUTED if getattr(module, name) != getattr(expressed, name)]
         if different:
             reasons.append(f"{family.model_type}: its config cannot express this model's {', '.join(different)}")
             continue
@@ -144,8 +145,13 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
     raise ValueError("This model cannot be written as a Hugging Face checkpoint. " + "; ".join(reasons))
 
 
+# Fields of a model that decide what it computes; the others say how.
+_COMPUTED = ("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length")
 # Older spellings of fields that `config_dict` writes; kept beside them they would say something twice.
-_REWRITTEN = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
+_REWRITTEN = (
+    *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
+    *("torch_dtype", "dtype", "_name_or_path", "transformers_version"),
+)
 
 
 def _tensors(

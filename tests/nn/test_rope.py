@@ -109,6 +109,12 @@ def test_a_rotation_in_float32_rounds_once():
     rounded = tuple(table.astype(jnp.bfloat16).astype(jnp.float32) for table in tables)
     want = rotate(x.astype(jnp.float32), rounded, spec).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    whole = RotarySpec(theta=100.0, in_float32=True, round_tables=False)
+    want = rotate(x.astype(jnp.float32), tables, whole).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(rotate(x, tables, whole), np.float32), np.asarray(want, np.float32))
+    assert (np.asarray(got, np.float32) != np.asarray(want, np.float32)).mean() > 0.1
+    with pytest.raises(ValueError, match="not rounded need a rotation in float32"):
+        RotarySpec(theta=100.0, round_tables=False)
     in_bfloat16 = rotate(x, tables, RotarySpec(theta=100.0))
     assert (np.asarray(got, np.float32) != np.asarray(in_bfloat16, np.float32)).mean() > 0.1
 

@@ -5,7 +5,11 @@ import pathlib
 import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
-NAMES = ("llama", "llama_untied", "qwen3", "qwen3_untied")
+NAMES = (
+    *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
+    *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
+)
+UNTIED = ("llama_untied", "qwen3_untied", "mistral")
 
 
 def safetensors_bytes(header, data=b"", length=None):

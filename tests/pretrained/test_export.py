@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dew.nn.embed import EmbeddingSpec, HeadSpec
 from dew.nn.rope import RotarySpec
 from dew.placement.layout import Layout
 from dew.pretrained import export as exporting
@@ -130,9 +131,12 @@ def other_layers(**attention):
     [
         ({"layers": other_layers(head_dim=16)}, "the config states head_dim once for all layers"),
         ({"layers": other_layers(scale=0.3)}, "its config cannot express this model's layers"),
-        ({"layers": other_layers(rotary=None)}, "every layer needs rotary positions"),
-        ({"layers": (tiny_layer(rotary=RotarySpec(theta=1e4, fraction=0.5)),)}, "rotates whole heads"),
-        ({"layers": (tiny_layer(bias=True),)}, "cannot express this model's layers"),
+        ({"layers": (tiny_layer(rotary=None),)}, "every layer needs rotary positions"),
+        ({"layers": (tiny_layer(out_bias=True, rotary=RotarySpec(theta=1e4, fraction=0.5)),)}, "rotates whole heads"),
+        ({"layers": (tiny_layer(out_bias=True),)}, "cannot express this model's layers"),
+        ({"layers": (tiny_layer(window=3), tiny_layer(window=5))}, r"one sliding_window. Received: \[3, 5\]"),
+        ({"head": HeadSpec(scale=3.0)}, "cannot express this model's head"),
+        ({"embedding": EmbeddingSpec(scale=2.0)}, "cannot express this model's embedding"),
         ({"norm": dataclasses.replace(tiny_decoder().norm, eps=1e-3)}, "cannot express this model's norm"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_fields_reach_the_model():
 
 def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
     with pytest.raises(
-        CheckpointError, match=r"model_type='llamma' is not supported\. Known: llama, qwen3\. .* 'llama'"
+        CheckpointError, match=r"model_type='llamma' is not supported\. Known: llama, qwen3, .* 'llama'"
     ):
         describe(copied(model_type="llamma"))
     with pytest.raises(CheckpointError, match="model_type=None is not supported"):
@@ -59,7 +59,8 @@ def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types="),
         ({"hidden_act": "xielu"}, "hidden_act='xielu' is not supported; known: silu"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' needs 'short_factor'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' needs 'factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "beta": 1}}, "'linear' does not take 'beta'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
@@ -84,11 +85,70 @@ def test_a_field_that_is_not_understood_is_refused_by_name(copied, fields, text)
         describe(copied(**fields))
 
 
-def test_a_window_is_refused_where_it_is_used_and_ignored_where_not(copied):
-    config = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-    describe(copied("qwen3", **config))
-    with pytest.raises(CheckpointError, match="use_sliding_window=true is not supported"):
-        describe(copied("qwen3_untied", **config | {"use_sliding_window": True}))
+def windows(directory):
+    return [layer.attention.window for layer in describe(directory).module.layers]
+
+
+def test_the_windows_of_qwen_begin_at_a_layer_where_they_are_in_use(copied):
+    config = {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1, "layer_types": "absent"}
+    assert windows(copied("qwen3", **config)) == [None] * 3
+    used = config | {"use_sliding_window": True}
+    assert windows(copied("qwen3_untied", **used)) == [None, 7, 7]
+    # Stated kinds win over the layer number.
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    assert windows(copied("qwen2", **used | {"layer_types": kinds})) == [7, None, None]
+
+
+def test_an_absent_window_is_the_default_and_null_is_none(copied):
+    assert windows(copied("mistral", sliding_window="absent")) == [4096] * 3
+    assert windows(copied("gemma2", sliding_window=None, layer_types=["full_attention"] * 3)) == [None] * 3
+    config = json.loads((FIXTURES / "mistral" / "config.json").read_text())
+    layers = FAMILIES["mistral"].translate(Fields(config | {"sliding_window": None}, "here"))["layers"]
+    assert [layer.attention.window for layer in layers] == [None] * 3
+
+
+def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copied):
+    assert windows(copied("gemma2", layer_types="absent")) == [8, None, 8]
+    older = {"sliding_window_pattern": 3, "rope_theta": 3e5, "rope_local_base_freq": 2e3}
+    older |= {
+        "layer_types": "absent",
+        "rope_parameters": "absent",
+        "rope_scaling": {"rope_type": "linear", "factor": 8},
+    }
+    module = describe(copied("gemma3_text", **older, _sliding_window_pattern="absent")).module
+    assert [layer.attention.window for layer in module.layers] == [8, 8, None]
+    rotaries = [(layer.attention.rotary.theta, layer.attention.rotary.scaling) for layer in module.layers]
+    assert rotaries == [(2e3, None)] * 2 + [(3e5, LinearScaling(factor=8.0))]
+
+
+@pytest.mark.parametrize(
+    "name, fields, text",
+    [
+        ("gemma2", {"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is in use"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must say .* for each of 3 layers"),
+        (
+            "gemma2",
+            {"layer_types": ["chunked_attention"] * 3},
+            "layer_types must say full_attention or sliding_attention",
+        ),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma2", {"hidden_activation": "gelu_fast"}, "hidden_activation='gelu_fast' is not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must hold objects for"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu' is not supported"),
+        ("qwen2", {"attention_bias": True}, "attention_bias=True"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
+    ],
+    ids=str,
+)
+def test_what_a_family_cannot_mean_is_refused(copied, name, fields, text):
+    with pytest.raises(CheckpointError, match=text):
+        describe(copied(name, **fields))
+
+
+def test_gelu_means_its_tanh_form_in_gemma_1_alone(copied):
+    assert describe(copied("gemma", hidden_act="gelu")).module.layers[0].mlp.activation == "gelu_tanh"
+    assert describe(copied("gemma2", hidden_activation="gelu")).module.layers[0].mlp.activation == "gelu"
 
 
 def test_inert_fields_change_nothing(copied):

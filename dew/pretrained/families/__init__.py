@@ -5,12 +5,28 @@
 
 from typing import Any
 
-from dew.pretrained.families import llama, qwen3
+from dew.pretrained.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from dew.pretrained.families.family import Family
 from dew.pretrained.source import CheckpointError
 from dew.tree import closest
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama.FAMILY, qwen3.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3)
+}
 
 
 def family_of(config: dict[str, Any], where: object) -> Family:

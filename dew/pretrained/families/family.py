@@ -43,13 +43,17 @@ _PROJECTIONS = (
     ("mlp/up_proj", "F D -> D F", "F -> F"),
     ("mlp/down_proj", "D F -> F D", "D -> D"),
 )
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn/q_norm", "self_attn/k_norm")
+_NORMS = (
+    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *("self_attn/q_norm", "self_attn/k_norm"),
+)
 
 
 def _decoder_weights() -> tuple[Weight, ...]:
     weights = [
         Weight("params/embed_tokens/embedding", "model.embed_tokens.weight", "V D -> V D"),
         Weight("params/norm/scale", "model.norm.weight", "D -> D"),
+        Weight("params/norm/bias", "model.norm.bias", "D -> D"),
         Weight("params/lm_head/embedding", "lm_head.weight", "V D -> V D"),
     ]
     for name, kernel, bias in _PROJECTIONS:
@@ -59,6 +63,7 @@ def _decoder_weights() -> tuple[Weight, ...]:
     for name in _NORMS:
         stored = f"model.layers.{{i}}.{name.replace('/', '.')}"
         weights.append(Weight(f"params/layers_{{i}}/{name}/scale", f"{stored}.weight", "D -> D"))
+        weights.append(Weight(f"params/layers_{{i}}/{name}/bias", f"{stored}.bias", "D -> D"))
     return tuple(weights)
 
 

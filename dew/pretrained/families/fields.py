@@ -68,6 +68,16 @@ class Fields:
             raise CheckpointError(f"{self.where}: {name} must be a positive whole number. Received: {name}={value!r}")
         return value
 
+    def optional_count(self, name: str, default: int | None) -> int | None:
+        """Read a positive whole number that null switches off; only an absent field takes the default."""
+        self._read.add(name)
+        return self.count(name) if self.config.get(name) is not None else None if name in self.config else default
+
+    def optional_number(self, name: str, default: float | None) -> float | None:
+        """Read a positive number that null switches off; only an absent field takes the default."""
+        self._read.add(name)
+        return self.number(name) if self.config.get(name) is not None else None if name in self.config else default
+
     def number(self, name: str, default: Any = _MISSING) -> float:
         """Read a positive finite number."""
         return positive(self.get(name, default), name, self.where)

@@ -1,36 +1,50 @@
-"""Qwen3, the dense models: Llama with a norm of every query and key head and a head width of its own."""
+"""Qwen3, the dense models: a norm of every query and key head and a head width of its own."""
 
 from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.nn.norm import NormSpec
+from dew.pretrained.families.decoder import attention_of, layer_config, model_config
 from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
 from dew.pretrained.families.fields import Fields
-from dew.pretrained.families.llama import decoder, decoder_config
+from dew.pretrained.families.qwen2 import windowed, windows_config
+from dew.pretrained.families.rotary import read_rotary, write_rotary
 from dew.pretrained.source import CheckpointError
 
 
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `Qwen3Config`."""
-    if fields.flag("use_sliding_window", False):
-        raise CheckpointError(f"{fields.where}: use_sliding_window=true is not supported.")
-    for name in ("sliding_window", "max_window_layers"):
-        fields.get(name, None)  # without effect while use_sliding_window is false
-    # The config class has its own default: a Qwen3 head is 128 wide whatever the width of the model.
-    kwargs = decoder(fields, head_dim=fields.count("head_dim", 128), qk_norm=True)
     if "num_key_value_heads" not in fields.config:
         raise CheckpointError(f"{fields.where}: the config lacks 'num_key_value_heads'.")
-    fields.finish({"layer_types": (["full_attention"] * len(kwargs["layers"]),)})
-    return kwargs
+    norm = NormSpec(eps=fields.number("rms_norm_eps", 1e-6))
+    max_length = fields.count("max_position_embeddings", 32768)
+    bias = fields.flag("attention_bias", False)
+    attention = attention_of(
+        fields,
+        # The config class has its own default: a Qwen3 head is 128 wide whatever the width of the model.
+        head_dim=fields.count("head_dim", 128),
+        bias=bias,
+        out_bias=bias,
+        qk_norm=norm,
+        rotary=read_rotary(fields, max_length),
+    )
+    return windowed(fields, attention, norm, max_length)
 
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Qwen3Config`."""
     if any(layer.attention.qk_norm != layer.norm for layer in module.layers):
         raise ValueError("a Qwen3 config states one norm for the layers and for queries and keys")
-    config = decoder_config(module)
-    if config.pop("mlp_bias"):
+    if any(layer.mlp.bias for layer in module.layers):
         raise ValueError("a Qwen3 config cannot express biases in the mlp")
-    return {**config, "use_sliding_window": False}
+    config = layer_config(
+        module,
+        lambda layer: {
+            "rope_parameters": write_rotary(layer.attention.rotary, module.max_length),
+            "attention_bias": layer.attention.bias,
+        },
+    )
+    return {**model_config(module), **config, **windows_config(module)}
 
 
 FAMILY = Family(

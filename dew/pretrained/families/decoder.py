@@ -1,0 +1,203 @@
+"""Config fields that most families of decoders share, in both directions.
+
+Entry points: `attention_of`, `mlp_of`, `windows_of`, `arguments_of` read; `model_config`,
+`layer_config`, `kinds_config` write. A family's file says what differs: defaults, norms, biases, and fields of its own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dew.nn.attention import AttentionSpec
+from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
+from dew.nn.mlp import MlpSpec
+from dew.nn.norm import NormSpec
+from dew.pretrained.families.family import uniform
+from dew.pretrained.families.fields import Fields
+from dew.pretrained.source import CheckpointError
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+"""Name of an activation in a config, to ours; the first name of each is the one that is written."""
+
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+"""What `layer_types` may say of a layer."""
+
+
+def divided_head_dim(fields: Fields) -> int:
+    """Read `head_dim`; where the config states none, the width of the model over its heads.
+
+    Raises:
+        CheckpointError: If the heads do not divide the width.
+    """
+    heads, width = fields.count("num_attention_heads"), fields.count("hidden_size")
+    if fields.config.get("head_dim") is None and width % heads:
+        raise CheckpointError(f"{fields.where}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    return fields.count("head_dim", width // heads)
+
+
+def attention_of(fields: Fields, *, head_dim: int, **options: Any) -> AttentionSpec:
+    """Read the heads.
+
+    Args:
+        fields: The config.
+        head_dim: Width of a head.
+        **options: Further fields of the spec.
+
+    Raises:
+        CheckpointError: If the heads cannot share their keys evenly, or a rotated head is odd.
+    """
+    heads = fields.count("num_attention_heads")
+    key_value_heads = fields.count("num_key_value_heads", heads)
+    if heads % key_value_heads or head_dim % 2:
+        raise CheckpointError(
+            f"{fields.where}: num_attention_heads must be a multiple of num_key_value_heads and head_dim even. "
+            f"Received: num_attention_heads={heads}, num_key_value_heads={key_value_heads}, head_dim={head_dim}"
+        )
+    try:
+        return AttentionSpec(num_heads=heads, num_kv_heads=key_value_heads, head_dim=head_dim, **options)
+    except ValueError as error:
+        raise CheckpointError(f"{fields.where}: {error}") from None
+
+
+def mlp_of(
+    fields: Fields,
+    *,
+    name: str = "hidden_act",
+    default: str = "silu",
+    choices: Mapping[str, Any] = ACTIVATIONS,
+    **options: Any,
+) -> MlpSpec:
+    """Read the perceptron.
+
+    Args:
+        fields: The config.
+        name: Field of the activation.
+        default: What it is in a config without it.
+        choices: Known activations.
+        **options: Further fields of the spec.
+    """
+    activation = fields.choice(name, choices, default)
+    return MlpSpec(features=fields.count("intermediate_size"), activation=activation, **options)
+
+
+def windows_of(fields: Fields, default_kinds: Sequence[str], window: int | None) -> list[int | None]:
+    """Read `layer_types`: the window of each layer, None where it reads everything.
+
+    Args:
+        fields: The config.
+        default_kinds: What the config class makes of a config without the field, one kind per layer.
+        window: The one window of the config; None where it states none.
+
+    Raises:
+        CheckpointError: If the field names something else, or a window that the config lacks.
+    """
+    kinds = fields.get("layer_types", list(default_kinds))
+    if not isinstance(kinds, list) or len(kinds) != len(default_kinds) or not set(kinds) <= set(LAYER_KINDS):
+        raise CheckpointError(
+            f"{fields.where}: layer_types must say {' or '.join(LAYER_KINDS)} for each of {len(default_kinds)} layers. "
+            f"Received: layer_types={str(kinds)[:200]}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(f"{fields.where}: layer_types has sliding_attention, but no sliding_window is in use.")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def with_attention(layer: LayerSpec, **fields: Any) -> LayerSpec:
+    """Give a block with other fields in its attention."""
+    return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **fields))
+
+
+def arguments_of(
+    fields: Fields, layers: tuple[LayerSpec, ...], norm: NormSpec, max_length: int, *, tied: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Read what is outside the blocks.
+
+    Args:
+        fields: The config.
+        layers: The blocks.
+        norm: Norm after the last block.
+        max_length: Longest context in tokens.
+        tied: Whether a config that does not say so ties the head to the table.
+        **more: Further arguments.
+
+    Returns:
+        Arguments of `CausalTransformer`.
+    """
+    return {
+        "vocab_size": fields.count("vocab_size"),
+        "features": fields.count("hidden_size"),
+        "layers": layers,
+        "norm": norm,
+        "tie_embeddings": fields.flag("tie_word_embeddings", tied),
+        "max_length": max_length,
+        **more,
+    }
+
+
+def model_config(module: CausalTransformer) -> dict[str, Any]:
+    """Write what is outside the blocks."""
+    return {
+        "vocab_size": module.vocab_size,
+        "hidden_size": module.features,
+        "num_hidden_layers": len(module.layers),
+        "max_position_embeddings": module.max_length,
+        "tie_word_embeddings": module.tie_embeddings,
+    }
+
+
+def layer_config(
+    module: CausalTransformer,
+    own: Callable[[LayerSpec], Mapping[str, Any]] = lambda layer: {},
+    *,
+    activation: str = "hidden_act",
+    eps: str = "rms_norm_eps",
+) -> dict[str, Any]:
+    """Write what the config states once for all blocks.
+
+    Args:
+        module: The model.
+        own: Further fields of a block.
+        activation: Name of the activation's field.
+        eps: Name of the norms' epsilon.
+
+    Raises:
+        ValueError: If the blocks differ in a field.
+    """
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    per_layer = [
+        {
+            "intermediate_size": layer.mlp.features,
+            "num_attention_heads": layer.attention.num_heads,
+            "num_key_value_heads": layer.attention.num_kv_heads,
+            "head_dim": layer.attention.head_dim,
+            activation: names[layer.mlp.activation],
+            eps: layer.norm.eps,
+            **own(layer),
+        }
+        for layer in module.layers
+    ]
+    return uniform({name: [layer[name] for layer in per_layer] for name in per_layer[0]})
+
+
+def kinds_config(module: CausalTransformer) -> dict[str, Any]:
+    """Write which blocks have a window: `layer_types` and the one `sliding_window`; null where none has.
+
+    Raises:
+        ValueError: If two blocks have different windows.
+    """
+    windows = [layer.attention.window for layer in module.layers]
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"the config states one sliding_window. Received: {sorted(sizes)}")
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"layer_types": kinds, "sliding_window": next(iter(sizes), None)}
