@@ -195,20 +195,25 @@ class GgufArchitecture:
         return (FREQUENCIES,) if config.get("rope_parameters", {}).get("rope_type") == "llama3" else ()
 
 
-def decoder_fields(fields: GgufFields, *, head_dim: int | None = None) -> dict[str, Any]:
+def decoder_fields(
+    fields: GgufFields, *, head_dim: int | None = None, theta: float = 10000.0, partial: bool = False
+) -> dict[str, Any]:
     """Read what Llama and its descendants share.
 
     Args:
         fields: The metadata.
         head_dim: Width of a head where the metadata does not say; None divides the width by the heads.
+        theta: Base of the rotation where the metadata does not say.
+        partial: Whether `rope.dimension_count` may be less than a head; the caller reads it.
 
     Raises:
         CheckpointError: If a field is missing, of the wrong type, or not supported.
     """
     heads, width = fields.count("attention.head_count"), fields.count("embedding_length")
     default = max(1, width // heads) if head_dim is None else head_dim
-    head_dim = fields.count("attention.key_length", fields.count("rope.dimension_count", default))
-    for key in ("rope.dimension_count", "attention.value_length"):
+    rotated = default if partial else fields.count("rope.dimension_count", default)
+    head_dim = fields.count("attention.key_length", rotated)
+    for key in ("attention.value_length",) if partial else ("rope.dimension_count", "attention.value_length"):
         if fields.count(key, head_dim) != head_dim:
             raise CheckpointError(
                 f"{fields.where}: {fields.architecture}.{key}={fields.get(key)} differs from the {head_dim} dimensions "
@@ -225,23 +230,24 @@ def decoder_fields(fields: GgufFields, *, head_dim: int | None = None) -> dict[s
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope_parameters(fields, head_dim),
+        "rope_parameters": rope_parameters(fields, head_dim, theta),
         "vocab_size": fields.count("vocab_size", num_tokens),
         "tie_word_embeddings": not fields.has_tensor("output.weight"),
     }
 
 
-def rope_parameters(fields: GgufFields, head_dim: int) -> dict[str, Any]:
+def rope_parameters(fields: GgufFields, head_dim: int, theta: float) -> dict[str, Any]:
     """Read how positions rotate.
 
     Args:
         fields: The metadata.
         head_dim: Rotated dimensions of a head.
+        theta: Base where the metadata does not say.
 
     Raises:
         CheckpointError: If the scaling is not known.
     """
-    theta = fields.number("rope.freq_base", 10000.0)
+    theta = fields.number("rope.freq_base", theta)
     kind = fields.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise CheckpointError(
