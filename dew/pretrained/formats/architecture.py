@@ -176,7 +176,7 @@ class GgufArchitecture:
         """
         if not self.rotates_neighbours or not re.search(r"self_attn\.[qk]_proj\.", name):
             return None
-        half = config["head_dim"] // 2
+        half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
         if half < 1 or num_rows % (2 * half):
             raise CheckpointError(f"Tensor {name!r} has {num_rows} rows, which are not whole heads of {2 * half}.")
         # Hugging Face row (head, side, pair) is stored at (head, pair, side).

@@ -5,7 +5,7 @@ from typing import Any
 from dew.pretrained.formats.architecture import DECODER_LAYER_TENSORS, GgufArchitecture, GgufFields, decoder_fields
 
 _LAYER_TENSORS = {
-    **DECODER_LAYER_TENSORS,
+    **{name: stem for name, stem in DECODER_LAYER_TENSORS.items() if name not in ("attn_norm", "ffn_norm")},
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
