@@ -49,6 +49,7 @@ BROKEN = {
     "not json": (safetensors_bytes(b"{nonsense"), "not valid JSON"),
     "not text": (safetensors_bytes(b"\xff\xfe\xff\xfe"), "not valid JSON"),
     "deeply nested": (safetensors_bytes(b'{"a":' * 100_000), "not valid JSON"),
+    "millions of values": (safetensors_bytes(b'{"a":[' + b"1," * 2_000_001), "holds about 2000003 values"),
     "a list": (safetensors_bytes(b"[1, 2]"), "expected a JSON object"),
     "a name twice": (
         safetensors_bytes(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
