@@ -123,6 +123,11 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
             )
         language_metrics = _language_metrics(metrics, weighted, is_auto=given["weighted_metrics"] == "auto")
     else:
+        if is_language_model and isinstance(loss, str) and loss.lower().endswith("crossentropy"):
+            raise ValueError(
+                f"{loss!r} by name reads outputs as probabilities, and a language model gives logits. Use "
+                "loss='auto', or keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+            )
         check_loss_names(loss)
         check_metric_names(metrics, "metrics")
         check_metric_names(weighted, "weighted_metrics")

@@ -70,7 +70,7 @@ class Engine(RestoresRuns, PlacedModel):
 
     def _check_overrides(self, compiled: Compiled) -> None:
         own = sorted(self.overrides - {"predict_step"})
-        if own and self.is_language_model and isinstance(compiled.loss, str):
+        if own and self.is_language_model and isinstance(compiled.loss, str) and compiled.loss == "auto":
             raise ValueError(
                 f"{type(self._model).__name__} overrides {own}, which work on outputs and targets; loss='auto' never "
                 "makes the logits of all tokens. Give compile() a Keras loss, such as "
@@ -273,6 +273,8 @@ class Engine(RestoresRuns, PlacedModel):
                 loop.drain()
             finally:
                 self.state, self._run = loop.state, None
+                # An interrupt can fall between the start of a step and its count.
+                self._model.count_batches(loop.batches)
 
     def lent(self) -> contextlib.AbstractContextManager[None]:
         """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""

@@ -130,6 +130,24 @@ class Model(StepMethods, WeightVerbs):
         return compiled.optimizer.public
 
     @property
+    def trainable(self) -> bool:
+        """True: every parameter is trained.
+
+        Raises:
+            ValueError: If it is set to False.
+        """
+        return True
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        if not value:
+            raise ValueError(
+                "trainable=False is not available: a model's parameters are all trained. Freeze parts with an optax "
+                "transformation, such as optax.multi_transform with optax.set_to_zero() for them. Received: "
+                f"trainable={value!r}"
+            )
+
+    @property
     def compiled(self) -> bool:
         """Whether `compile` was called."""
         return self._engine.compiled is not None

@@ -66,6 +66,10 @@ def make_rows(
         packing: Whether documents share rows.
         max_length: The model's context.
     """
+    if isinstance(inputs, str):
+        raise ValueError(
+            f"Give a list of texts; one string is one document, and a path is not read. Received: {inputs[:60]!r}"
+        )
     if is_token_rows(inputs):
         length, packing = None, False  # the rows are made already
     rows, report = language_rows(inputs, tokenizer, length, packing, max_length=max_length)

@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": ("dew.cli.convert", "convert_checkpoint", "write any checkpoint as a Hugging Face directory"),
 }
 """Command to the module and the function that runs it, and what it does."""
+PLANNED = ("launch", "runs", "tokenize", "verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if words else 2
     name, rest = words[0], words[1:]
+    if name in PLANNED:
+        print(f"{name!r} is not there yet; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         guess = closest(name, COMMANDS)
         hint = f" Did you mean {guess!r}?" if guess else ""

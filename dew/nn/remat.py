@@ -44,7 +44,7 @@ def checked_remat(remat: Any) -> str | None:
         return remat
     if remat in REMAT_POLICIES:
         raise ValueError(f"remat policy {remat!r} is not available yet; use None or 'full'")
-    raise ValueError(f"remat must be None or one of {REMAT_POLICIES}. Received: remat={remat!r}")
+    raise ValueError(f"remat must be None or 'full'. Received: remat={remat!r}")
 
 
 def checkpointed(block: Callable[..., Any], remat: str | None, *, in_loop: bool) -> Callable[..., Any]:

@@ -117,6 +117,7 @@ def device_grid(spec: MeshSpec, devices: Sequence[Any] | None = None) -> np.ndar
         raise ValueError(
             f"MeshSpec reserves {reserved} devices ({product}), which does not divide the {count} visible devices. "
             f"Lower a field of MeshSpec so that their product is one of {_divisors(count)}."
+            + _simulation(devices, reserved)
         )
     shape = (count // reserved, spec.expert, spec.fsdp, spec.tensor, spec.sequence, spec.stage)
     if spec.replicas > 1 or (len(_slices(devices)) > 1 and not ordered):
@@ -126,6 +127,13 @@ def device_grid(spec: MeshSpec, devices: Sequence[Any] | None = None) -> np.ndar
     from jax.experimental import mesh_utils
 
     return mesh_utils.create_device_mesh(shape, devices)
+
+
+def _simulation(devices: Sequence[Any], wanted: int) -> str:
+    """Tell a person without accelerators how to try a mesh."""
+    if not devices or devices[0].platform != "cpu":
+        return ""
+    return f" Or simulate devices: set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} before JAX starts."
 
 
 def _divisors(count: int) -> list[int]:

@@ -100,6 +100,11 @@ class Loop:
             self._microstep = int(state.microstep)
         self._state = self._place(state)
 
+    @property
+    def batches(self) -> int:
+        """Batches whose steps were started, those before this loop included."""
+        return self._step
+
     def run(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[StepResult]:
         """Train on each batch in turn.
 

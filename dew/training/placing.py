@@ -95,10 +95,29 @@ def place_variables(variables: Any, shapes: Any, shardings: Any) -> Any:
     Raises:
         ValueError: If a value is missing, unknown or has another shape.
     """
+    check_alive(variables)
     given, wanted, places = named_leaves(variables), named_leaves(shapes), named_leaves(shardings)
     _check_values(given, wanted)
     leaves = [_place(given[path], wanted[path].dtype, places[path]) for path in wanted]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def check_alive(variables: Any) -> None:
+    """Refuse arrays whose memory a training step took over; computing with them can end the process.
+
+    Args:
+        variables: Arrays.
+
+    Raises:
+        ValueError: If one is gone.
+    """
+    for leaf in jax.tree.leaves(variables):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                "These weights were consumed by a training run, which updates them in place: an array of shape "
+                f"{leaf.shape} is deleted. Use state.variables of what fit returned, or loop.state.variables; or train "
+                "on a copy: jax.tree.map(jax.numpy.copy, variables)."
+            )
 
 
 def _place(value: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:

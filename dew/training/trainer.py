@@ -30,7 +30,7 @@ from dew.training.evaluate import pooled_statistics
 from dew.training.initialise import initialise
 from dew.training.loop import Loop
 from dew.training.optimizer import Optimizer, as_optimizer
-from dew.training.placing import abstract_state, place_variables, plain, state_shardings
+from dew.training.placing import abstract_state, check_alive, place_variables, plain, state_shardings
 from dew.training.programs import StepPrograms
 from dew.training.report import Report
 from dew.training.resume import restore_state, saved_items
@@ -141,7 +141,7 @@ class Trainer:
 
         Raises:
             LayoutRefused: If the layout leaves too much whole on this mesh.
-            ValueError: If a value is missing, unknown or has another shape.
+            ValueError: If a value is missing, unknown or has another shape, or was consumed by another run.
         """
         restored = self.restore()
         return self._fresh(variables) if restored is None else restored[0]
@@ -217,6 +217,7 @@ class Trainer:
         Raises:
             ValueError: If the batch cannot be scored.
         """
+        check_alive(variables)
         placed = self.place_batch(batch)
         with self.context():
             return self._programs.evaluate(variables, placed, self._evaluation_key)

@@ -15,7 +15,7 @@ def test_policies_of_the_table_that_are_not_available_say_so(name):
 
 @pytest.mark.parametrize("remat", ["everything", 3, {"save": ["q_proj"]}])
 def test_unknown_policies_are_refused(remat):
-    with pytest.raises(ValueError, match="remat must be None or one of"):
+    with pytest.raises(ValueError, match="remat must be None or 'full'"):
         checked_remat(remat)
 
 
