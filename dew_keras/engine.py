@@ -1,7 +1,6 @@
-"""Where a model's weights are at every moment: not read yet, on a mesh, in a training state, or in a running loop.
+"""The dew objects behind a model: objective, trainer and the passes of its verbs.
 
-Entry point: `Engine`, which the verbs of `Model` share. Masters and optimizer state are made when the first fit
-starts, so that a model that only generates or evaluates holds its weights once.
+Entry point: `Engine`, which the verbs of `Model` share.
 """
 
 from __future__ import annotations
@@ -12,41 +11,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
-from dew.placement.layout import Layout, refuse_unsupported_axes
-from dew.placement.mesh import as_mesh, batch_divisor
-from dew.placement.partition import data_partition, shard_batch
-from dew.placement.stacks import StackView, stack_view
-from dew.training.initialise import initialise
+from dew.placement.layout import Layout
+from dew.placement.partition import shard_batch
 from dew.training.optimizer import as_step_transformation
-from dew.training.placing import plain
-from dew.training.state import TrainState
 from dew.training.trainer import Trainer
 from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
-from dew_keras.calling import ModuleCall, cast_floats
+from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
-from dew_keras.inputs import Filling, RowSharing
+from dew_keras.inputs import Filling
 from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
-from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import bind_objective
-from dew_keras.optimizers import OptaxHandle
+from dew_keras.placed_model import PlacedModel
 from dew_keras.presets import Preset
 from dew_keras.restoring import RestoresRuns
-from dew_keras.waiting import WaitingRun
 
 
-class Engine(RestoresRuns):
-    """The dew objects behind a model.
+class Engine(RestoresRuns, PlacedModel):
+    """What trains, scores and predicts with a placed model.
 
     Args:
         module: The Flax module as the user gave it.
@@ -57,71 +46,12 @@ class Engine(RestoresRuns):
     """
 
     def __init__(self, module: Any, *, preset: Preset | None, variables: Any, seed: int, model: Any) -> None:
-        self.given_module = module
-        self.module = module
+        super().__init__(module, preset=preset, variables=variables, seed=seed)
         self._model = model
         self.overrides = overridden(model)
-        self.preset = preset
-        self.seed = seed
-        self.compiled: Compiled | None = None
-        self.layout = Layout()
-        self._mesh_given: Any = None
-        self._compute: str | None = None
-        self._storage: str | None = None
-        self._master = "float32"
-        self.given_variables = variables
-        self._variables: Any = None
-        self.state: TrainState | None = None
-        self._run: FitRun | None = None
-        self.waiting = WaitingRun()
         self._objective: Any = None
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
-        self._init: Any = None
-        self._is_closed = False
-        self._is_recompiled = False
-
-    @property
-    def is_language_model(self) -> bool:
-        """Whether the module has what the token loss and generation need."""
-        return all(hasattr(self.given_module, name) for name in ("hidden_states", "head_weight", "vocab_size"))
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether the weights come from a checkpoint."""
-        return self.preset is not None and self.preset.load_weights
-
-    @functools.cached_property
-    def call(self) -> ModuleCall:
-        """How the module is called."""
-        return self._call_of(self.module)
-
-    def _call_of(self, module: Any) -> ModuleCall:
-        # A language model computes in its own dtype, and declares that of its parameters.
-        if self.is_language_model:
-            return ModuleCall(module)
-        return ModuleCall(module, compute_dtype=self._compute, variable_dtype=self._storage)
-
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The mesh; all devices on data until `compile` says otherwise."""
-        return as_mesh(self._mesh_given)
-
-    @property
-    def view(self) -> StackView:
-        """How the module stores its layers."""
-        return stack_view(self.module)
-
-    @property
-    def sharing(self) -> RowSharing:
-        """How batch rows meet the mesh."""
-        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh))
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """Enter the mesh and the rules that everything is traced under."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.layout.rules):
-            yield
 
     def configure(
         self,
@@ -132,7 +62,7 @@ class Engine(RestoresRuns):
         remat: Any,
         precision: tuple[str | None, str | None],
     ) -> None:
-        """Take over what `compile` decided; weights that are on a mesh move to the new one.
+        """Take over what `compile` decided, as `PlacedModel.configure`; programs are made again.
 
         Args:
             compiled: The settings.
@@ -142,49 +72,14 @@ class Engine(RestoresRuns):
             precision: Compute and storage dtypes; None means the checkpoint's.
 
         Raises:
-            ValueError: If the mesh does not fit the devices, or an option does not fit the module.
+            ValueError: If the mesh does not fit the devices, or an option does not fit the module or the model's class.
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
-        self._check_open()
         self._check_overrides(compiled)
-        if self._run is not None:
-            raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
-        if layout is not None and not isinstance(layout, Layout):
-            raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
-        module = self._configured_module(remat, precision[0])
-        new_mesh = as_mesh(mesh)
-        refuse_unsupported_axes(new_mesh, "Training a model")
-        # Built first: what is refused must leave the model as it was.
-        fresh = Engine(module, preset=self.preset, variables=None, seed=self.seed, model=self._model)
-        fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
-        fresh._compute, fresh._storage = precision
-        moves = self.is_built and (self.mesh != new_mesh or self.layout != fresh.layout)
-        # The declared names, where the module's shapes are known without data; else what plain shapes allow.
-        known = fresh.abstract_variables() if self.is_language_model else shapes_of(self.variables)
-        places = fresh.placements(known)
-        if self.is_pretrained and not self.is_built:
-            self._variables = fresh.load(None)
-        keeps_moments = self.compiled is not None and self.compiled.optimizer.given is compiled.optimizer.given
-        if self.state is not None and self.compiled is not None and self.compiled.accumulation != compiled.accumulation:
-            # An open window of another length cannot be finished; its batches are dropped.
-            self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
-        self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
-        self.layout, self._compute, self._storage = fresh.layout, *precision
-        self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
-        self._trainer = self._objective = self._steps = self._init = None
-        for name in ("mesh", "call", "predictor"):
-            self.__dict__.pop(name, None)
-        if self.state is not None and not keeps_moments:
-            self._variables, self.state = self.state.variables, None
-        self._is_recompiled = True
-        if moves:
-            self._move(places)
+        super().configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
+        self._trainer = self._objective = self._steps = None
+        self.__dict__.pop("predictor", None)
         self._adopt_waiting()
-        if self.is_built and self._storage is not None:
-            params = cast_floats(self.variables["params"], self._storage)
-            self._set_variables({**self.variables, "params": params})
-        if isinstance(compiled.optimizer.public, OptaxHandle):
-            compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
     def _check_overrides(self, compiled: Compiled) -> None:
         own = sorted(self.overrides - {"predict_step"})
@@ -199,69 +94,6 @@ class Engine(RestoresRuns):
                 f"{type(self._model).__name__} overrides {own}; such a step applies its update itself. Use "
                 f"accumulation=1. Received: accumulation={compiled.accumulation}"
             )
-
-    def _configured_module(self, remat: Any, dtype: str | None) -> Any:
-        module = self.given_module
-        if not self.is_language_model:
-            if remat is not None:
-                raise ValueError(
-                    f"remat configures language models; {type(module).__name__} decides it in its own code, with "
-                    f"flax.linen.remat. Received: remat={remat!r}"
-                )
-            return module
-        if dtype == "float16":
-            raise ValueError(
-                "dtype='mixed_float16' is not available for language models: masked attention scores and large "
-                "activations leave the range of float16. Use dtype='mixed_bfloat16', which needs no loss scale."
-            )
-        changes = {} if dtype is None else {"dtype": dtype}
-        if remat is not None:
-            changes["remat"] = remat
-        return module.clone(**changes) if changes else module
-
-    @property
-    def is_built(self) -> bool:
-        """Whether there are weights on devices."""
-        return self._variables is not None or self.state is not None or self._run is not None
-
-    @property
-    def current(self) -> TrainState | None:
-        """The training state, from the running loop while there is one."""
-        return self._run.loop.state if self._run is not None else self.state
-
-    @property
-    def variables(self) -> Any:
-        """The weights on the mesh, or None. While a fit runs, the next step consumes them."""
-        state = self.current
-        return self._variables if state is None else state.variables
-
-    def abstract_variables(self, example: Mapping[str, Any] | None = None) -> Any:
-        """Compute the shapes of the variables, in the boxes that declare their logical names.
-
-        Args:
-            example: A batch, for modules whose shapes depend on it.
-        """
-        return self._traced_init(example)[1]
-
-    def _traced_init(self, example: Mapping[str, Any] | None) -> tuple[Any, Any]:
-        """Return the function that draws variables and their shapes; the module is traced once for all uses."""
-        if self._init is None:
-            with self.context():
-                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
-            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
-            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
-        return self._init
-
-    def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
-        if self.is_language_model:
-            return LanguageModel(self.module).init
-        if example is None:
-            raise ValueError(
-                f"{type(self.module).__name__} has no weights yet: their shapes follow from the data. Call fit, "
-                "evaluate or predict first, or build(example_inputs)."
-            )
-        x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
-        return lambda key: self.call.init(key, x)
 
     @property
     def filling(self) -> Filling:
@@ -278,96 +110,6 @@ class Engine(RestoresRuns):
             return self.filling
         variables = self.abstract_variables(example) if self.variables is None else self.variables
         return "repeats" if any(name != "params" for name in variables) else "copies"
-
-    def placements(self, abstract: Any) -> Any:
-        """Say where each variable goes.
-
-        Args:
-            abstract: Shapes of the variables.
-
-        Raises:
-            LayoutRefused: If too much stays whole.
-        """
-        shardings = self.layout.shardings(self.mesh, abstract)
-        self.layout.check(self.mesh, abstract, shardings, self.view)
-        return shardings
-
-    def load(self, example: Mapping[str, Any] | None) -> Any:
-        """Return the weights on the mesh, reading or initialising them the first time.
-
-        Args:
-            example: A batch, for modules whose shapes depend on it.
-        """
-        self._check_open()
-        if self.is_built:
-            return self.variables
-        if self.is_pretrained:
-            assert self.preset is not None, "a pretrained engine has a preset"
-            self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
-            return self._variables
-        given = None if self.given_variables is None else plain(self.given_variables)
-        init: Any = None
-        if given is not None and example is None and not self.is_language_model:
-            abstract = shapes_of(given)  # data will show the module's own
-        else:
-            init, abstract = self._traced_init(example)
-        shardings = self.placements(abstract)
-        if given is not None:
-            check_structure(given, plain(abstract))
-            # A copy: training consumes the weights, and those given may be another model's.
-            # Not may_alias=False, which still shares a buffer with an array that is whole on one of the devices.
-            self._variables = jax.tree.map(lambda leaf, place: jnp.copy(jax.device_put(leaf, place)), given, shardings)
-            if self._storage is not None and not self.is_language_model:
-                self._variables["params"] = cast_floats(self._variables["params"], self._storage)
-        else:
-            key = jax.random.fold_in(jax.random.key(self.seed), 0)
-            with self.context():
-                self._variables = initialise(init, key, abstract, shardings, self.mesh)
-        return self._variables
-
-    def close(self) -> None:
-        """Free the weights and the training state; everything that needs them is refused from here."""
-        if self._run is not None:
-            raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
-        for leaf in jax.tree.leaves((self._variables, self.state)):
-            leaf.delete()
-        self._variables = self.state = None
-        self.waiting.take(None)
-        self._is_closed = True
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("close() freed the weights of this model. Build it again, or load what was saved of it.")
-
-    def assign(self, variables: Any) -> None:
-        """Replace the weights, also between two steps of a running fit.
-
-        Args:
-            variables: Arrays in the structure of the current ones; they are moved to where those are.
-        """
-        self.waiting.forget_variables()
-        self._set_variables(jax.tree.map(place_like, variables, self.variables))
-
-    def replace_state(self, state: TrainState) -> None:
-        """Replace the training state, also between two steps of a running fit.
-
-        Args:
-            state: A state in the structure of the current one.
-        """
-        if self._run is not None:
-            self._run.loop.state = state
-        else:
-            self.state = state
-
-    def _set_variables(self, variables: Any) -> None:
-        if self.current is None:
-            self._variables = variables
-        else:
-            self.replace_state(self.current.replace(variables=variables))
-
-    def _move(self, places: Any) -> None:
-        """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
 
     @property
     def bound_objective(self) -> Any:
