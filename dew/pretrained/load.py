@@ -25,7 +25,7 @@ from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
 from dew.pretrained.place import Progress, place
-from dew.pretrained.recipe import Recipe, check_coverage, recipes
+from dew.pretrained.recipe import Recipe, check_coverage, recipes, spelled
 from dew.pretrained.safetensors import SINGLE_NAME, open_safetensors
 from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
 from dew.tree import closest, named_leaves, nested
@@ -232,6 +232,7 @@ def load_variables(
     source = described.open_source()
     try:
         ignorable = described.family.ignorable
+        todo = spelled(todo, source.names(), described.family.spellings)
         if module.tie_embeddings:
             _check_tied(source, todo, described.source)
             ignorable = (*ignorable, "lm_head.weight")
