@@ -176,7 +176,7 @@ FIXTURES = {
         lambda: GPT2Config(
             vocab_size=96,
             n_embd=32,
-            n_inner=48,
+            n_inner=40,
             n_layer=3,
             n_head=4,
             n_positions=64,

@@ -207,6 +207,9 @@ def test_the_published_config_of_starcoder2_is_understood(copied):
     assert not attention.bias
     assert not attention.out_bias
     assert not module.layers[0].mlp.bias
+
+
+def test_starcoder2_without_a_window_has_none(copied):
     assert windows(copied("starcoder2", sliding_window="absent")) == [None] * 3
 
 

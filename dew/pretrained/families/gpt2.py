@@ -47,7 +47,7 @@ UNUSED = (
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `GPT2Config`."""
     norm = NormSpec(kind="layer", eps=fields.number("layer_norm_epsilon", 1e-5), bias=True, cast="after_scale")
-    width, max_length = fields.count("n_embd", 768), fields.count("n_positions", 1024)
+    width, max_length = fields.count("n_embd"), fields.count("n_positions", 1024)
     attention = own_keys_of(fields, heads="n_head", width="n_embd", bias=True, out_bias=True)
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_new")
     mlp = MlpSpec(features=fields.count("n_inner", 4 * width), activation=activation, bias=True, gated=False)
