@@ -26,6 +26,7 @@ from dew_keras.inputs import (
     fill_rows,
     repeat_rows,
 )
+from dew_keras.prefetch import fetched
 
 
 class IterableSource:
@@ -315,6 +316,7 @@ class _DatasetItems:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self._number, self._is_begun = dataset, 0, False
+        self._items: Iterator[Any] | None = None
 
     def skip(self, count: int) -> None:
         """Leave out the next batches.
@@ -323,6 +325,7 @@ class _DatasetItems:
             count: How many.
         """
         self._number += count
+        self._items = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -332,11 +335,17 @@ class _DatasetItems:
             self._is_begun = True
             self._dataset.on_epoch_begin()
             self._count = self._dataset.num_batches
-        if self._count is not None and self._number >= self._count:
+        if self._items is None:
+            is_endless = self._count is None
+            numbers = itertools.count(self._number) if is_endless else range(self._number, self._count)
+            self._items = fetched(self._dataset, numbers)
+        try:
+            item = next(self._items)
+        except StopIteration:
             self._dataset.on_epoch_end()
-            raise StopIteration
+            raise
         self._number += 1
-        return self._dataset[self._number - 1]
+        return item
 
 
 def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:

@@ -47,6 +47,16 @@ class Manifest:
         leaves = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in shapes.items()}
         return cls(leaves=leaves, stacks=stacks, facts=dict(facts), position=position)
 
+    def branch(self, part: str) -> Manifest:
+        """Describe one branch of the tree alone.
+
+        Args:
+            part: Its path; the leaves are named from there.
+        """
+        prefix = f"{part}/"
+        leaves = {path.removeprefix(prefix): leaf for path, leaf in self.leaves.items() if path.startswith(prefix)}
+        return dataclasses.replace(self, leaves=leaves)
+
     def to_json(self) -> dict[str, Any]:
         """Write the manifest as JSON values."""
         position = self.position

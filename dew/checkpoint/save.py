@@ -114,6 +114,36 @@ class Checkpoints:
 
         return read_tree(read, self.manifest(step), template, stacks)
 
+    def restore_part(
+        self, part: str, template: Any, *, stacks: StackView = StackView(), step: int | None = None
+    ) -> Any:
+        """Read one branch of the tree that was saved, such as the weights without the optimizer's state.
+
+        Args:
+            part: Path of the branch, such as `variables/params`.
+            template: Tree of ShapeDtypeStructs of the branch, with shardings.
+            stacks: How the template stores layers.
+            step: Which step; None is the newest.
+
+        Returns:
+            The template's tree with arrays.
+
+        Raises:
+            FileNotFoundError: If there is no such step.
+            ValueError: If the branch's leaves are not the template's.
+        """
+        step = self._existing(step)
+
+        def read(shapes: Any) -> Any:
+            whole = nested({f"{part}/{path}": shape for path, shape in named_leaves(shapes).items()})
+            restores = ocp.checkpoint_utils.construct_restore_args(whole)
+            args = ocp.args.PyTreeRestore(item=whole, restore_args=restores, partial_restore=True)
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                restored = named_leaves(reader.restore(self.directory / str(step) / "state", args=args))
+            return nested({path.removeprefix(f"{part}/"): leaf for path, leaf in restored.items()})
+
+        return read_tree(read, self.manifest(step).branch(part), template, stacks)
+
     def wait(self) -> None:
         """Wait until every started save is on disk.
 

@@ -57,13 +57,22 @@ def _pattern(numbers: str) -> Callable[[], Any]:
 
 PRE_TOKENIZERS: dict[str, _PreTokenizer] = {
     "gpt-2": _PreTokenizer(cut=_byte_level),
+    "phi-2": _PreTokenizer(cut=_byte_level),
     "smollm": _PreTokenizer(cut=_single_digits),
+    "starcoder": _PreTokenizer(cut=_single_digits),
+    "refact": _PreTokenizer(cut=_single_digits),
     "llama-bpe": _PreTokenizer(cut=_pattern(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True),
     "qwen2": _PreTokenizer(cut=_pattern(r"\p{N}"), nfc=True),
+    "deepseek-r1-qwen": _PreTokenizer(cut=_pattern(r"\p{N}"), nfc=True),
 }
 
 
-def _field(metadata: Mapping[str, Any], name: str) -> Any:
+def field(metadata: Mapping[str, Any], name: str) -> Any:
+    """Look up `tokenizer.ggml.NAME`.
+
+    Raises:
+        ValueError: If the file has no such key.
+    """
     try:
         return metadata[f"tokenizer.ggml.{name}"]
     except KeyError:
@@ -102,7 +111,7 @@ def token_text(metadata: Mapping[str, Any], name: str) -> str | None:
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if index is None:
         return None
-    tokens = _field(metadata, "tokens")
+    tokens = field(metadata, "tokens")
     if not 0 <= int(index) < len(tokens):
         raise ValueError(f"tokenizer.ggml.{name}_token_id is {index}, outside the vocabulary of {len(tokens)}.")
     return str(tokens[int(index)])
@@ -121,10 +130,10 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Backend:
         ValueError: If a key is missing, the tokenizer is not a byte-level BPE, the name of its
             pre-tokenizer is unknown, or the vocabulary and merges do not fit together.
     """
-    kind = _field(metadata, "model")
+    kind = field(metadata, "model")
     if kind != "gpt2":
         raise ValueError(
-            f"tokenizer.ggml.model is {kind!r}; only 'gpt2' (byte-level BPE) is read. "
+            f"tokenizer.ggml.model is {kind!r}; 'gpt2' (byte-level BPE) and 'llama' (SentencePiece) are read. "
             "Load the checkpoint's directory with its tokenizer.json instead."
         )
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
@@ -134,14 +143,14 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Backend:
             "Load the checkpoint's directory with its tokenizer.json instead."
         )
     rule = PRE_TOKENIZERS[name]
-    tokens = [str(token) for token in _field(metadata, "tokens")]
+    tokens = [str(token) for token in field(metadata, "tokens")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(
             f"tokenizer.ggml.tokens repeats {len(tokens) - len(vocabulary)} of its "
             f"{len(tokens)} tokens. The file is damaged; fetch it again."
         )
-    merges = _merges([str(line) for line in _field(metadata, "merges")], vocabulary)
+    merges = _merges([str(line) for line in field(metadata, "merges")], vocabulary)
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
     if rule.nfc:
         backend.normalizer = normalizers.NFC()
@@ -152,12 +161,19 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Backend:
         raise ValueError(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens.")
     marked = [pair for pair in zip(tokens, kinds, strict=False) if pair[1] in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(text, special=kind == CONTROL, normalized=False) for text, kind in marked])
-    _add_ends(backend, metadata, vocabulary, adds_bos=rule.adds_bos)
+    add_ends(backend, metadata, vocabulary, adds_bos=rule.adds_bos)
     return backend
 
 
-def _add_ends(backend: Backend, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], *, adds_bos: bool) -> None:
-    """Put the start and end tokens that the file asks for around every text."""
+def add_ends(backend: Backend, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], *, adds_bos: bool) -> None:
+    """Put the start and end tokens that the file asks for around every text.
+
+    Args:
+        backend: The tokenizer.
+        metadata: The GGUF file's keys and values.
+        vocabulary: Token to id.
+        adds_bos: Whether a text starts with the start token when the file does not say.
+    """
     bos = token_text(metadata, "bos")
     eos = token_text(metadata, "eos")
     with_bos = bos is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))

@@ -126,12 +126,13 @@ class ChatTemplate:
         """Whether the template itself brackets the answers with `{% generation %}`."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
-    def render(self, messages: Any, *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Any, *, add_generation_prompt: bool = False, tools: Any = None) -> str:
         """Write a chat as the text its model was trained on.
 
         Args:
             messages: Mappings with `role` and `content`.
             add_generation_prompt: End with the opening of an assistant's turn.
+            tools: Descriptions of functions that the model may call, as JSON values.
 
         Returns:
             The text, special tokens included.
@@ -140,20 +141,20 @@ class ChatTemplate:
             ChatTemplateError: If the template refuses the chat or does too much work.
             TypeError, ValueError: If a message is malformed.
         """
-        return self._render(check_messages(messages), add_generation_prompt)
+        return self._render(check_messages(messages), add_generation_prompt, tools=_plain(tools))
 
-    def _render(self, messages: list, prompt: bool, *, mark_generation: bool = False) -> str:
+    def _render(self, messages: list, prompt: bool, *, mark_generation: bool = False, tools: Any = None) -> str:
         variables = {
             **self.special_tokens,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
         }
         return render_bounded(
             compile_template(self.source),
             variables,
-            input_characters=_size(messages),
+            input_characters=_size(messages) + _size(tools),
             mark_generation=mark_generation,
         )
 

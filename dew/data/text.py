@@ -19,9 +19,12 @@ from tokenizers import Tokenizer as Backend
 from dew.data.byte_pairs import token_text, tokenizer_from_metadata
 from dew.data.chat import ChatTemplate
 from dew.data.template_budget import ChatTemplateError
+from dew.data.tokenizers.directory import read_backend
+from dew.data.tokenizers.files import read_json, read_text
+from dew.data.tokenizers.gguf_pieces import pieces_from_metadata
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_CONFIG_BYTES = 64 * 2**20
+DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Tokenizer:
         backend: The `tokenizers.Tokenizer` that does the work; it adds the special tokens.
         special_tokens: Texts by name (`bos_token`, `eos_token`, `pad_token`, ...).
         chat_template: Jinja source, or None for a model without chats.
+        named_templates: Further templates by name; `tool_use` is taken for chats with tools.
         config: What `tokenizer_config.json` holds, kept for `save`.
         end_of_turn: Text of a further token that ends an answer, or None.
     """
@@ -39,6 +43,7 @@ class Tokenizer:
     backend: Backend
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    named_templates: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     end_of_turn: str | None = None
 
@@ -55,36 +60,28 @@ class Tokenizer:
         """Read the tokenizer of a Hugging Face checkpoint directory.
 
         Args:
-            directory: Holds `tokenizer.json` and, optionally, `tokenizer_config.json`,
-                `special_tokens_map.json` and `chat_template.jinja`.
+            directory: Holds `tokenizer.json`, or a vocabulary in one of the older formats (a SentencePiece or tiktoken
+                `tokenizer.model`, `vocab.json` with `merges.txt`), and optionally `tokenizer_config.json`,
+                `special_tokens_map.json`, `added_tokens.json` and `chat_template.jinja`.
 
         Returns:
             The tokenizer.
 
         Raises:
-            FileNotFoundError: If there is no `tokenizer.json`.
+            FileNotFoundError: If there is no vocabulary.
             ValueError: If a file is malformed or the files do not fit together.
         """
         directory = Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{directory} holds no tokenizer.json, the one tokenizer format that is read. "
-                "Save it there with the tool that made the checkpoint."
-            )
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the Rust side raises bare Exception
-            raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
-        backend.no_padding()
-        backend.no_truncation()
-        config = _read_json(directory / "tokenizer_config.json")
-        named = {**_read_json(directory / "special_tokens_map.json"), **config}
-        special = {name: _text(named[name]) for name in _NAMED_TOKENS if named.get(name)}
+        config = read_json(directory / "tokenizer_config.json")
+        named = {**read_json(directory / "special_tokens_map.json"), **config}
+        special = {name: _text(named[name], name, directory) for name in _NAMED_TOKENS if named.get(name)}
+        backend = read_backend(directory, config, special, _further_special(named, directory))
+        templates = _read_templates(directory, config)
         return cls(
             backend=backend,
             special_tokens=special,
-            chat_template=_read_template(directory, config),
+            chat_template=templates.pop(DEFAULT_TEMPLATE, None),
+            named_templates=templates,
             config=config,
         )
 
@@ -101,7 +98,8 @@ class Tokenizer:
         Raises:
             ValueError: If a key is missing, damaged, or names a tokenizer that is not read.
         """
-        backend = tokenizer_from_metadata(metadata)
+        is_pieces = metadata.get("tokenizer.ggml.model") == "llama"
+        backend = pieces_from_metadata(metadata) if is_pieces else tokenizer_from_metadata(metadata)
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         found = {name: token_text(metadata, short) for name, short in names.items()}
         special = {name: text for name, text in found.items() if text is not None}
@@ -213,12 +211,13 @@ class Tokenizer:
                 raise ValueError(f"Token ids lie in [0, {self.vocab_size}). Received: {number}")
         return self.backend.decode(numbers, skip_special_tokens=skip_special_tokens)
 
-    def chat_text(self, messages: Any, *, add_generation_prompt: bool = True) -> str:
+    def chat_text(self, messages: Any, *, add_generation_prompt: bool = True, tools: Any = None) -> str:
         """Write a chat with the checkpoint's template.
 
         Args:
             messages: Mappings with `role` and `content`.
             add_generation_prompt: End with the opening of an assistant's turn.
+            tools: Descriptions of functions that the model may call, as JSON values; None for a chat without.
 
         Returns:
             The text, special tokens included.
@@ -227,14 +226,15 @@ class Tokenizer:
             ValueError: If there is no template, or it refuses the chat.
             TypeError: If a message is malformed.
         """
-        return self._template().render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template(tools).render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
-    def chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: Any, *, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:
         """Turn a chat into the ids to generate from.
 
         Args:
             messages: Mappings with `role` and `content`.
             add_generation_prompt: End with the opening of an assistant's turn.
+            tools: Descriptions of functions that the model may call, as JSON values; None for a chat without.
 
         Returns:
             The ids; every special token in them comes from the template.
@@ -243,7 +243,7 @@ class Tokenizer:
             ValueError: If there is no template, or it refuses the chat.
             TypeError: If a message is malformed.
         """
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self.encode(text, add_special_tokens=False)
 
     def chat_mask(self, messages: Any) -> tuple[list[int], list[bool]]:
@@ -267,15 +267,16 @@ class Tokenizer:
             mask |= (begins < end) & (ends > start)
         return list(encoding.ids), mask.tolist()
 
-    def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
+    def _template(self, tools: Any = None) -> ChatTemplate:
+        source = self.chat_template if tools is None else self.named_templates.get(TOOLS_TEMPLATE, self.chat_template)
+        if source is None:
             raise ChatTemplateError(
                 "this tokenizer has no chat template, so it takes texts and no chats. "
                 "Use an instruction-tuned checkpoint, or write the chat as one text."
             )
         special = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         return ChatTemplate(
-            source=self.chat_template,
+            source=source,
             special_tokens=self.special_tokens,
             closing_tokens=frozenset([*special, *self.special_tokens.values()]),
         )
@@ -299,41 +300,54 @@ class Tokenizer:
         self.backend.save(str(directory / "tokenizer.json"))
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, **self._missing_from(config)}
+        if self.named_templates:
+            named = {DEFAULT_TEMPLATE: self.chat_template, **self.named_templates}
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in named.items() if text is not None
+            ]
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        if self.chat_template is not None:
+        if self.chat_template is not None and not self.named_templates:
             (directory / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8", newline="")
 
     def _missing_from(self, config: Mapping[str, Any]) -> dict[str, str]:
         return {name: text for name, text in self.special_tokens.items() if not config.get(name)}
 
 
-def _text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+def _text(token: Any, name: str, directory: Path) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str) or not text:
+        raise ValueError(
+            f"{directory}: {name} must be a text, or an object with its text. Received: {str(token)[:80]!r}"
+        )
+    return text
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read.")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object. Received: {type(value).__name__}")
-    return value
+def _further_special(named: Mapping[str, Any], directory: Path) -> list[str]:
+    """Texts of the special tokens that have no name of their own."""
+    found: list[str] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = named.get(name) or ()
+        if not isinstance(tokens, list | tuple | Mapping):
+            raise ValueError(f"{directory}: {name} must be a list. Received: {str(tokens)[:80]!r}")
+        values = tokens.values() if isinstance(tokens, Mapping) else tokens
+        found += [_text(token, name, directory) for token in values]
+    return found
 
 
-def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Find the chat template: its own file first, then the config's only or default entry."""
+def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Find the chat templates by name: a file of its own first, then what the config says."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            return file.read()
-    template = _read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    return None if template is None else str(template)
+    if path.exists():
+        return {DEFAULT_TEMPLATE: read_text(path)}
+    template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if template is None:
+        return {}
+    entries = template if isinstance(template, list) else [{"name": DEFAULT_TEMPLATE, "template": template}]
+    named: dict[Any, Any] = {e.get("name"): e.get("template") for e in entries if isinstance(e, Mapping)}
+    if len(named) != len(entries) or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise ValueError(
+            f"{directory}: chat_template must be a text, or a list of different names with their texts. "
+            f"Received: {str(template)[:80]!r}"
+        )
+    return named

@@ -34,7 +34,8 @@ class Visibility:
         key_slots: Place of each key, [B or 1, S].
         query_segments: Document number of each query, [B or 1, T]; None when all are one document.
         key_segments: Document number of each key, [B or 1, S]; a query reads its own number only.
-        window: How many slots a query reads, its own included; None means all before it.
+        window: How many slots a query reads, its own included; None means all before it. With a window, queries lie in
+            consecutive slots and keys in the slots from 0 on.
     """
 
     query_slots: Int[Array, "#B T"]
@@ -99,6 +100,7 @@ def attention(
 
 def _dense(query, key, value, visibility, scale, softcap):
     """Attention with all its logits at once."""
+    key, value, visibility = _in_reach(query.shape[1], key, value, visibility)
     B, T, N, H = query.shape
     K = key.shape[1]
     query_BTKGH = query.reshape(B, T, K, N // K, H)
@@ -113,6 +115,22 @@ def _dense(query, key, value, visibility, scale, softcap):
         mixed_BKGH = jax.lax.dot_general(weights.reshape(B, K, N // K, -1), value, batch)
         return mixed_BKGH.reshape(B, T, N, H)
     return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, H)
+
+
+def _in_reach(num_queries, key, value, visibility):
+    """Cut the keys down to the slots that a window lets any of the queries read, where that is half of them or less."""
+    window, slots = visibility.window, key.shape[2]
+    shared = visibility.query_slots.shape[0] == 1 and visibility.key_slots.shape[0] == 1
+    if window is None or not shared or 2 * (reach := window + num_queries - 1) > slots:
+        return key, value, visibility
+    first = jnp.clip(visibility.query_slots[0, 0] - window + 1, 0, slots - reach)
+
+    def cut(x, axis):
+        return jax.lax.dynamic_slice_in_dim(x, first, reach, axis)
+
+    segments = None if visibility.key_segments is None else cut(visibility.key_segments, 1)
+    visibility = visibility.replace(key_slots=cut(visibility.key_slots, 1), key_segments=segments)
+    return cut(key, 2), cut(value, 2), visibility
 
 
 @jax.custom_jvp

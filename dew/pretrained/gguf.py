@@ -7,7 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 1_000_000
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
+MAX_STRING_BYTES = 64 * 2**20
+MAX_METADATA_BYTES = 512 * 2**20
+MAX_ARRAY_ITEMS = 8_000_000
+"""Of all arrays of a file together; a vocabulary of 256,000 tokens with its merges has a million."""
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
@@ -98,6 +102,18 @@ class GgufFile:
             )
         self.data_start = -(-cursor.position // alignment) * alignment
 
+    def floats(self, name: str) -> np.ndarray:
+        """Read a small vector that is stored as float32.
+
+        Raises:
+            CheckpointError: If it is stored otherwise, or does not lie in the file.
+        """
+        shape, kind, offset = self.tensors[name]
+        end = self.data_start + offset + math.prod(shape) * 4
+        if kind != 0 or len(shape) != 1 or end > self.size:
+            raise CheckpointError(f"{self.path}: {name!r} must be a vector of float32 inside the file; it is damaged.")
+        return self.raw(offset, math.prod(shape) * 4).view("<f4")
+
     def raw(self, begin: int, nbytes: int) -> np.ndarray:
         """View `nbytes` bytes that start `begin` bytes into the data."""
         return np.frombuffer(self._map, np.uint8, nbytes, self.data_start + begin)
@@ -120,6 +136,10 @@ class GgufSource:
         file: GgufFile,
         tensor_name: Callable[[str], str],
         row_order: Callable[[str, int], np.ndarray | None],
+        *,
+        is_shifted: Callable[[str], bool] = lambda name: False,
+        is_transposed: Callable[[str], bool] = lambda name: False,
+        left_out: Collection[str] = (),
     ):
         """Check the table of tensors and rename it.
 
@@ -127,6 +147,9 @@ class GgufSource:
             file: The open file.
             tensor_name: GGUF name to Hugging Face name; unknown names come back unchanged.
             row_order: Hugging Face name and row count to the stored row of each row; None when they agree.
+            is_shifted: Whether the file holds the values of a Hugging Face name plus one.
+            is_transposed: Whether the file holds a Hugging Face name transposed.
+            left_out: GGUF names of tensors that hold no weight.
 
         Raises:
             CheckpointError: If a tensor's type is unknown, or its bytes do not lie in the file.
@@ -134,6 +157,7 @@ class GgufSource:
         """
         quants, block_sizes = _dequantiser()
         self._file, self._quants, self._row_order = file, quants, row_order
+        self._is_shifted, self._is_transposed = is_shifted, is_transposed
         self._tensors: dict[str, StoredTensor] = {}
         self._blocks: dict[str, tuple[int, int]] = {}
         extents = []
@@ -153,7 +177,8 @@ class GgufSource:
                 raise CheckpointError(f"{file.path}: two tensors map to {name!r}.")
             nbytes = math.prod(tensor.shape) // block[0] * block[1]
             extents.append((tensor.offset, tensor.offset + nbytes, stored_name))
-            self._tensors[name], self._blocks[name] = tensor, block
+            if stored_name not in left_out:
+                self._tensors[name], self._blocks[name] = tensor, block
         check_extents(extents, max(0, file.size - file.data_start), file.path)
         self.nbytes = sum(end - begin for begin, end, _ in extents)
 
@@ -163,10 +188,17 @@ class GgufSource:
 
     def info(self, name: str) -> TensorInfo:
         """Shape, and float32: what `read` returns."""
-        return TensorInfo(self._tensors[name].shape, np.dtype(np.float32))
+        shape = self._tensors[name].shape
+        return TensorInfo(shape[::-1] if self._is_transposed(name) else shape, np.dtype(np.float32))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Dequantise a part of a tensor."""
+        if self._is_transposed(name):
+            return self._read_stored(name, index[::-1]).T
+        values = self._read_stored(name, index)
+        return values - np.float32(1) if self._is_shifted(name) else values
+
+    def _read_stored(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         tensor, (block_size, block_bytes) = self._tensors[name], self._blocks[name]
         *outer, width = tensor.shape
         row_bytes = width // block_size * block_bytes
@@ -210,9 +242,15 @@ class _Cursor:
 
     def __init__(self, data: Any, size: int, path: Path):
         self.data, self.size, self.path, self.position = data, size, path, 0
+        self.items_left = MAX_ARRAY_ITEMS
 
     def bytes(self, count: int) -> bytes:
         end = self.position + count
+        if end > MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{self.path}: the header reaches byte {end}; at most {MAX_METADATA_BYTES} are read. The file is "
+                "damaged."
+            )
         if end > self.size:
             raise CheckpointError(
                 f"{self.path}: the header asks for {count} bytes at {self.position}, the file ends at {self.size}. "
@@ -226,7 +264,13 @@ class _Cursor:
         return struct.unpack(layout, self.bytes(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        raw = self.bytes(self.number("<Q"))
+        length = self.number("<Q")
+        if length > min(MAX_STRING_BYTES, self.size - self.position):
+            raise CheckpointError(
+                f"{self.path}: a string at byte {self.position} asks for {length} bytes; the file ends at {self.size} "
+                f"and a string may have {MAX_STRING_BYTES}. The file is truncated or damaged; fetch it again."
+            )
+        raw = self.bytes(length)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -239,6 +283,11 @@ class _Cursor:
         if kind != ARRAY:
             return self._scalars(key, kind, 1)[0]
         item_kind, length = self.number("<I"), self.number("<Q")
+        if length > self.items_left:
+            raise CheckpointError(
+                f"{self.path}: {key!r} claims {length} items; all arrays together may have {MAX_ARRAY_ITEMS}."
+            )
+        self.items_left -= length
         if item_kind == STRING:
             # Each string takes at least its 8-byte length, so a false count stops here and not after a huge loop.
             if length * 8 > self.size - self.position:

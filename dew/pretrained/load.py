@@ -15,22 +15,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
+from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES, has_tokenizer
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
+from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
-from dew.pretrained.place import Progress, place
+from dew.pretrained.place import ProgressCallback, place
+from dew.pretrained.progress import showing
 from dew.pretrained.recipe import Recipe, check_coverage, recipes, spelled
-from dew.pretrained.safetensors import SINGLE_NAME, open_safetensors
+from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
 from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
+from dew.pretrained.torch_pickle import open_pickled
 from dew.tree import closest, named_leaves, nested
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,8 @@ def load_pretrained(
     dtype: Any = None,
     param_dtype: Any = None,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | bool | None = None,
+    allow_pickle: bool = False,
     scan_layers: bool = True,
     bank_layers: int | None = None,
     remat: str | None = None,
@@ -103,7 +109,9 @@ def load_pretrained(
         dtype: Compute dtype; None takes the checkpoint's, float32 for GGUF.
         param_dtype: Storage dtype of the weights; None takes `dtype` when it is given, else what the file holds.
         revision: Branch, tag or commit of a repository.
-        progress: Called with (bytes placed, bytes in all).
+        progress: Called with (bytes placed, bytes in all); True shows a bar in process 0, None does so on a terminal.
+        allow_pickle: Whether to read pickled `pytorch_model.bin` weights where there are no safetensors. They are
+            interpreted as tensors only; no code in them is run.
         scan_layers: Whether to store runs of like layers as banks.
         bank_layers: Most layers of a bank.
         remat: What the backward pass recomputes.
@@ -117,7 +125,13 @@ def load_pretrained(
         FileNotFoundError: If there is no such source.
     """
     described = describe(
-        source, revision=revision, dtype=dtype, scan_layers=scan_layers, bank_layers=bank_layers, remat=remat
+        source,
+        revision=revision,
+        dtype=dtype,
+        allow_pickle=allow_pickle,
+        scan_layers=scan_layers,
+        bank_layers=bank_layers,
+        remat=remat,
     )
     mesh, layout = as_mesh(mesh), layout or Layout()
     variables = load_variables(
@@ -144,6 +158,7 @@ def describe(
     *,
     revision: str | None = None,
     dtype: Any = None,
+    allow_pickle: bool = False,
     scan_layers: bool = True,
     bank_layers: int | None = None,
     remat: str | None = None,
@@ -154,6 +169,7 @@ def describe(
         source: As `load_pretrained`.
         revision: As `load_pretrained`.
         dtype: As `load_pretrained`.
+        allow_pickle: As `load_pretrained`.
         scan_layers: As `load_pretrained`.
         bank_layers: As `load_pretrained`.
         remat: As `load_pretrained`.
@@ -168,9 +184,10 @@ def describe(
         stored_dtype = "float32"
     else:
         config, tokenizer, generation_config = _describe_directory(path)
-        open_source = functools.partial(_open_directory, source, path)
+        open_source = functools.partial(_open_directory, source, path, allow_pickle=allow_pickle)
         stored_dtype = _stored_dtype(config, path)
     family = family_of(config, source)
+    _check_depth(config, source)
     arguments = family.translate(Fields(config, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
         raise CheckpointError(
@@ -203,7 +220,7 @@ def load_variables(
     layout: Layout,
     module: CausalTransformer | None = None,
     param_dtype: Any = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | bool | None = None,
 ) -> dict[str, Any]:
     """Stream the weights of a described checkpoint onto a mesh.
 
@@ -213,7 +230,7 @@ def load_variables(
         layout: Rules of placement.
         module: The described module with other storage or remat; None takes it as described.
         param_dtype: Storage dtype; None keeps what the file holds.
-        progress: Called with (bytes placed, bytes in all).
+        progress: As `load_pretrained`.
 
     Returns:
         Variables of the module, `{"params": ...}`.
@@ -231,13 +248,15 @@ def load_variables(
     todo = model_recipes(described.family, module, abstract)
     source = described.open_source()
     try:
+        source = canonical_names(source, {name for recipe in todo for name in recipe.sources}, described.source)
         ignorable = described.family.ignorable
         todo = spelled(todo, source.names(), described.family.spellings)
         if module.tie_embeddings:
             _check_tied(source, todo, described.source)
             ignorable = (*ignorable, "lm_head.weight")
         check_coverage(todo, source, ignorable, described.source)
-        return nested(place(todo, named_leaves(shardings), source, dtype, progress=progress))
+        with showing(progress, f"Loading {Path(described.source).name}") as told:
+            return nested(place(todo, named_leaves(shardings), source, dtype, progress=told))
     finally:
         source.close()
 
@@ -279,16 +298,22 @@ def compute_dtype(dtype: Any) -> str:
     return name
 
 
+def _check_depth(config: dict[str, Any], where: object) -> None:
+    """Refuse a number of layers that no model has, before a list of them is made."""
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if type(config.get(name)) is int and config[name] > MAX_LAYERS:
+            raise CheckpointError(f"{where}: {name}={config[name]}; at most {MAX_LAYERS} layers are read.")
+
+
 def _describe_directory(path: Path) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any]]:
     config_path = contained(path, "config.json")
     if not config_path.exists():
         raise FileNotFoundError(f"{path} has no config.json, so it is not a checkpoint directory.")
     generation_path = contained(path, "generation_config.json")
     generation_config = read_json(generation_path) if generation_path.exists() else {}
-    for name in CONFIG_FILES:
+    for name in (*CONFIG_FILES, *SLOW_TOKENIZER_FILES):
         contained(path, name)
-    has_tokenizer = contained(path, "tokenizer.json").exists()
-    return read_json(config_path), Tokenizer.from_directory(path) if has_tokenizer else None, generation_config
+    return read_json(config_path), Tokenizer.from_directory(path) if has_tokenizer(path) else None, generation_config
 
 
 def _describe_gguf(
@@ -301,22 +326,31 @@ def _describe_gguf(
             f"{path}: GGUF architecture {architecture!r} is not supported. Known: {', '.join(GGUF_ARCHITECTURES)}."
         )
     reader = GGUF_ARCHITECTURES[architecture]
-    config = reader.config(file.metadata, file.tensors, path)
+    config = reader.config(file)
     tokenizer = Tokenizer.from_gguf(file.metadata) if "tokenizer.ggml.model" in file.metadata else None
-    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    tokens: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
+    }
 
     def open_source() -> TensorSource:
-        return GgufSource(file, reader.tensor_name, lambda name, rows: reader.row_order(name, rows, config))
+        return GgufSource(
+            file,
+            reader.tensor_name,
+            lambda name, rows: reader.row_order(name, rows, config),
+            is_shifted=reader.is_shifted,
+            is_transposed=reader.is_transposed,
+            left_out=reader.consumed(config),
+        )
 
     return config, tokenizer, tokens, open_source
 
 
-def _open_directory(source: str | Path, path: Path) -> TensorSource:
+def _open_directory(source: str | Path, path: Path, *, allow_pickle: bool) -> TensorSource:
     """Open the weights beside a described config, from the same commit when they come from the Hub."""
-    if not str(source).startswith("hf://") and Path(str(source)).expanduser().exists():
-        return open_safetensors(path)
-    repository = str(source).removeprefix("hf://").split("@")[0]
-    return open_safetensors(locate(f"hf://{repository}", path.name))
+    if str(source).startswith("hf://") or not Path(str(source)).expanduser().exists():
+        repository = str(source).removeprefix("hf://").split("@")[0]
+        path = locate(f"hf://{repository}", path.name, allow_pickle=allow_pickle)
+    return open_pickled(path) if allow_pickle and not has_safetensors(path) else open_safetensors(path)
 
 
 def _stored_dtype(config: dict[str, Any], path: Path) -> str:

@@ -14,14 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dew.pretrained.source import (
-    CheckpointError,
-    TensorInfo,
-    check_extents,
-    contained,
-    parse_json,
-    read_json,
-)
+from dew.pretrained.shards import JoinedFiles, open_shards
+from dew.pretrained.source import CheckpointError, TensorInfo, check_extents, contained, parse_json
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -110,51 +104,7 @@ class SafetensorsFile:
         self._map = None
 
 
-class SafetensorsCheckpoint:
-    """The tensors of one or more files under one set of names."""
-
-    def __init__(self, files: list[SafetensorsFile], where: Path):
-        """Join files.
-
-        Raises:
-            CheckpointError: If two files hold a tensor of the same name.
-        """
-        self.where = where
-        self._file_of: dict[str, SafetensorsFile] = {}
-        for file in files:
-            for name in file.names():
-                if name in self._file_of:
-                    raise CheckpointError(
-                        f"{where}: tensor {name!r} is in both {self._file_of[name].path.name} and {file.path.name}. "
-                        "A tensor must have one source; remove the file that does not belong."
-                    )
-                self._file_of[name] = file
-        self._files = files
-        self.nbytes = sum(file.nbytes for file in files)
-
-    def names(self) -> Iterable[str]:
-        """Names of all tensors."""
-        return self._file_of.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        """Shape and stored dtype."""
-        return self._file_of[name].info(name)
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """View of a part of the tensor, backed by its file."""
-        return self._file_of[name].read(name, index)
-
-    def release(self, name: str) -> None:
-        """Drop the mapped pages of the tensor."""
-        self._file_of[name].release(name)
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files:
-            file.close()
-
-
-def open_safetensors(directory: Path) -> SafetensorsCheckpoint:
+def open_safetensors(directory: Path) -> JoinedFiles:
     """Open the safetensors checkpoint of a directory, checking every header.
 
     Args:
@@ -166,7 +116,7 @@ def open_safetensors(directory: Path) -> SafetensorsCheckpoint:
     """
     index_path = contained(directory, INDEX_NAME)
     if index_path.exists():
-        return _open_sharded(directory, index_path)
+        return open_shards(directory, index_path, ".safetensors", SafetensorsFile)
     single = contained(directory, SINGLE_NAME)
     if not single.exists():
         found = sorted(directory.glob("*.safetensors"))
@@ -174,47 +124,25 @@ def open_safetensors(directory: Path) -> SafetensorsCheckpoint:
             raise CheckpointError(
                 f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}"
                 + (f", and {len(found)} other .safetensors files" if found else "")
-                + ". Only safetensors and GGUF checkpoints are read; pickled .bin files are not."
+                + _other_formats(directory)
             )
         single = contained(directory, found[0].name)
-    return SafetensorsCheckpoint([SafetensorsFile(single)], directory)
+    return JoinedFiles([SafetensorsFile(single)], directory)
 
 
-def shard_names(index_path: Path) -> dict[str, str]:
-    """Read the `weight_map` of an index: tensor name to file name.
-
-    Raises:
-        CheckpointError: If the index has no usable `weight_map`.
-    """
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path} has no 'weight_map' of tensor names to file names.")
-    for tensor, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index_path}: tensor {tensor!r} must map to a .safetensors file. Received: {file_name!r}"
-            )
-    return weight_map
+def has_safetensors(directory: Path) -> bool:
+    """Tell whether a directory holds safetensors in one of the forms that `open_safetensors` reads."""
+    return next(directory.glob("*.safetensors"), None) is not None or (directory / INDEX_NAME).exists()
 
 
-def _open_sharded(directory: Path, index_path: Path) -> SafetensorsCheckpoint:
-    weight_map = shard_names(index_path)
-    paths = {name: contained(directory, name) for name in dict.fromkeys(weight_map.values())}
-    missing = [name for name, path in paths.items() if not path.exists()]
-    if missing:
-        raise CheckpointError(
-            f"{directory}: {len(missing)} of {len(paths)} shards named by {INDEX_NAME} are missing: "
-            f"{', '.join(missing[:5])}. Finish the download."
+def _other_formats(directory: Path) -> str:
+    pickled = next((path.name for path in sorted(directory.glob("*.bin"))), None)
+    if pickled is not None:
+        return (
+            f". It holds the pickled {pickled}: convert it to safetensors, or pass allow_pickle=True to read it; no "
+            "code in it is run."
         )
-    checkpoint = SafetensorsCheckpoint([SafetensorsFile(path) for path in paths.values()], directory)
-    for tensor, file_name in weight_map.items():
-        file = checkpoint._file_of.get(tensor)
-        if file is None or file.path != paths[file_name]:
-            raise CheckpointError(
-                f"{index_path} places tensor {tensor!r} in {file_name}, which does not hold it. The index and the "
-                "shards come from different exports."
-            )
-    return checkpoint
+    return ". Only safetensors and GGUF checkpoints are read."
 
 
 def _read_header(file: Any, size: int, path: Path) -> tuple[dict[str, Any], int]:

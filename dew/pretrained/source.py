@@ -14,6 +14,8 @@ import numpy as np
 
 # A config, an index or a generation config is small; a larger one is not worth the memory of parsing it.
 MAX_JSON_BYTES = 64 * 2**20
+MAX_JSON_VALUES = 2_000_000
+"""Values in one JSON text; each takes up to a hundred bytes of memory when it is parsed."""
 
 
 class CheckpointError(ValueError):
@@ -116,8 +118,11 @@ def parse_json(data: bytes, where: object) -> dict[str, Any]:
         where: What the text belongs to, for errors.
 
     Raises:
-        CheckpointError: If it is not valid JSON, names a key twice, or is not an object.
+        CheckpointError: If it is not valid JSON, holds too many values, names a key twice, or is not an object.
     """
+    num_values = sum(data.count(mark) for mark in (b",", b"{", b"["))
+    if num_values > MAX_JSON_VALUES:
+        raise CheckpointError(f"{where}: holds about {num_values} values; a JSON text may hold {MAX_JSON_VALUES}.")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

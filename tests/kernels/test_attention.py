@@ -1,6 +1,7 @@
 """Attention equals a loop over every query, key and head; chunks and segments change nothing they should not."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,51 @@ def test_a_new_token_reads_the_cache_up_to_itself_and_no_padding():
     got = attention(query[:, :2], key, value, visibility=cached_visibility(jnp.int32(index), 2, valid), scale=1.0)
     allowed = [[[bool(valid[b, s]) and s <= index + t for s in range(T)] for t in range(2)] for b in range(B)]
     np.testing.assert_allclose(got, by_loop(query[:, :2], key, value, allowed, 1.0), rtol=2e-5, atol=2e-6)
+
+
+def windowed(allowed, window):
+    return [[[read and s > t - window for s, read in enumerate(row)] for t, row in enumerate(rows)] for rows in allowed]
+
+
+@pytest.mark.parametrize("window", [1, 3, 9])
+@pytest.mark.parametrize("segments", [None, [[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]]])
+@pytest.mark.parametrize("chunk", [None, 2], ids=["at once", "chunks that read their own keys"])
+def test_a_window_of_w_keys_is_the_loop_over_them(monkeypatch, window, segments, chunk):
+    if chunk is not None:
+        monkeypatch.setattr(kernel, "DENSE_QUERIES", 1)
+        monkeypatch.setattr(kernel, "QUERY_CHUNK", chunk)
+    visibility = causal_visibility(T, None if segments is None else jnp.array(segments)).replace(window=window)
+    got = attention(*heads(7), visibility=visibility, scale=0.7)
+    want = by_loop(*heads(7), windowed(causal(segments), window), 0.7)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("index", [0, 2, 5, 8])
+def test_a_new_token_with_a_window_reads_its_end_of_the_cache(index):
+    query, key, value = heads(8)
+    valid = jnp.array([[True] * T, [False, False] + [True] * (T - 2)])
+    visibility = cached_visibility(jnp.int32(index), 1, valid).replace(window=4)
+    row = [[bool(valid[b, s]) and index - 4 < s <= index for s in range(T)] for b in range(B)]
+    got = attention(query[:, :1], key, value, visibility=visibility, scale=1.0)
+    readable = [b for b in range(B) if any(row[b])]
+    for b in readable:
+        want = by_loop(query[b : b + 1, :1], key[b : b + 1], value[b : b + 1], [[row[b]]], 1.0)
+        np.testing.assert_allclose(got[b : b + 1], want, rtol=2e-5, atol=2e-6)
+    assert readable
+
+
+def test_a_short_window_in_a_long_row_costs_its_own_keys():
+    def keys_of_a_chunk(window):
+        query, key, value = (
+            jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in [(2048, K, H), *[(K, 2048, H)] * 2]
+        )
+        visibility = causal_visibility(2048).replace(window=window)
+        run = jax.jit(lambda *heads: attention(*heads, visibility=visibility, scale=1.0))
+        text = run.lower(query, key, value).as_text()
+        products = re.findall(r"dot_general.*-> tensor<([0-9x]+)xf32>", text)
+        return max(math.prod(map(int, sizes.split("x"))) for sizes in products) // (K * kernel.QUERY_CHUNK)
+
+    assert (keys_of_a_chunk(None), keys_of_a_chunk(128)) == (2048, 128 + kernel.QUERY_CHUNK - 1)
 
 
 def test_a_query_that_may_read_nothing_stays_finite():

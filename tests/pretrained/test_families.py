@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.nn.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rotary_tables
 from dew.pretrained import CheckpointError, describe
 from dew.pretrained.families import FAMILIES
@@ -20,6 +21,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+LONGROPE = {"rope_type": "su", "partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0], "long_factor": [2.0, 9.0]}
 
 
 def rotary(directory):
@@ -137,6 +140,14 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must hold objects for"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act='silu' is not supported"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers must be a whole number of 0 or more"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must say 1 for each of 3 layers"),
+        ("olmo3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must hold objects for"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "known: default, longrope, su, yarn"),
+        ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {"rope_theta": 1e4}}, "must not exceed 1"),
+        ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "needs 2 short and long factors .* 1 and 2"),
+        ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop=0\.1"),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("gpt_neox", {"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
@@ -228,6 +239,36 @@ def test_absent_fields_of_glm4_take_the_defaults_of_the_config_class(copied):
     layer = first_layer(copied("glm4", **dict.fromkeys(names, "absent")))
     assert (layer.attention.head_dim, layer.attention.num_kv_heads, layer.attention.bias) == (128, 2, True)
     assert (layer.norm.eps, layer.attention.rotary.fraction, layer.attention.out_bias) == (1.5625e-7, 0.5, False)
+
+
+def test_layers_without_rotary_are_every_fourth_or_those_listed(copied):
+    def rotated(**fields):
+        config = json.loads((FIXTURES / "smollm3" / "config.json").read_text()) | fields
+        layers = FAMILIES["smollm3"].translate(Fields(config, "here"))["layers"]
+        return [layer.attention.rotary is not None for layer in layers]
+
+    assert rotated(no_rope_layers=None, no_rope_layer_interval=None, num_hidden_layers=5, layer_types=None) == [
+        *(True, True, True, False, True)
+    ]
+    assert rotated(no_rope_layers=[0, 1, 0]) == [False, True, False]
+    window = {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1, 0], "layer_types": None}
+    assert windows(copied("smollm3", **window)) == [7, None, 7]
+
+
+def test_longrope_sharpens_by_the_stretch_of_the_context(copied):
+    older = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": LONGROPE, "max_position_embeddings": 4096}
+    scaling = rotary(copied("phi3", **older, original_max_position_embeddings=256)).scaling
+    assert (scaling.short_factor, scaling.long_factor, scaling.original_max_length) == ((1, 2), (2, 9), 256)
+    np.testing.assert_allclose(scaling.attention_factor, np.sqrt(1 + np.log(16) / np.log(256)))
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 6.0, 7.0, 8.0, 16.0, 49.0, 0.3])
+def test_a_divisor_of_the_logits_comes_back_as_it_was(divisor):
+    config = json.loads((FIXTURES / "granite" / "config.json").read_text()) | {"logits_scaling": divisor}
+    family = FAMILIES["granite"]
+    arguments = family.translate(Fields(config, "here"))
+    assert arguments["head"].scale == 1 / divisor
+    assert family.config_dict(CausalTransformer(**arguments))["logits_scaling"] == divisor
 
 
 def test_inert_fields_change_nothing(copied):

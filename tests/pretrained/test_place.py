@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import place as placing
 from dew.pretrained.place import copy_tiled, place
-from dew.pretrained.recipe import Recipe
+from dew.pretrained.recipe import Cut, Recipe
 from dew.pretrained.source import TensorInfo
 
 
@@ -157,3 +157,50 @@ def test_tiles_copy_every_order_of_dimensions(ndim, data):
     target = np.zeros([shape[axis] for axis in order], data.draw(st.sampled_from([np.uint16, np.float32])))
     copy_tiled(target.transpose(np.argsort(order)), values)
     np.testing.assert_array_equal(target, values.transpose(order))
+
+
+class Process:
+    """A sharding as one process of several sees it: some of the devices are its own."""
+
+    def __init__(self, sharding, devices):
+        self.sharding, self.devices = sharding, devices
+
+    def addressable_devices_indices_map(self, shape):
+        return {d: index for d, index in self.sharding.devices_indices_map(shape).items() if d in self.devices}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("spec", [("fsdp", None, "tensor"), (None, "tensor", None), ("fsdp",)])
+def test_a_process_reads_the_bytes_that_its_devices_hold(monkeypatch, count, spec):
+    # Fused: the leaf is rows 32 to 64 of 64, so its bytes are also half of the tensor's.
+    recipe = Recipe("leaf", (16, 4, 8), ("t",), False, "(N H) D -> D N H", Cut(0, 4, 8))
+    tensor = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+    sharding = NamedSharding(build_mesh(MeshSpec(fsdp=4, tensor=2)), PartitionSpec(*spec))
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays)
+    devices, want = list(sharding.mesh.devices.flat), in_leaf_order(recipe, tensor)[:, 4:]
+    for number in range(count):
+        own = devices[number * 8 // count : (number + 1) * 8 // count]
+        source = Held(t=tensor)
+        arrays = place([recipe], {"leaf": Process(sharding, own)}, source)["leaf"]
+        assert {array.device for array in arrays} == set(own)
+        index = sharding.devices_indices_map(recipe.shape)
+        for array in arrays:
+            np.testing.assert_array_equal(array, want[index[array.device]])
+        parts = {str(index[device]): want[index[device]].nbytes for device in own}
+        heads_are_cut = spec[2:] == ("tensor",)  # then the rows between are read too
+        assert source.bytes_read == sum(parts.values()) * (2 if heads_are_cut else 1)
+        assert source.bytes_read < tensor.nbytes
+
+
+def test_reading_runs_a_bounded_number_of_bytes_ahead_of_the_devices(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    monkeypatch.setattr(placing, "TRANSFER_BYTES", 100)
+    transfers = placing._Transfers()
+    for number, nbytes in enumerate([40, 40, 40, 300, 10]):
+        transfers.add([number], nbytes)
+        assert transfers.nbytes <= 100 or len(transfers._groups) == 1
+    assert waited == [[0], [1], [2], [3]]
+    transfers.finish()
+    assert waited[-1] == [4]
+    assert transfers.nbytes == 0

@@ -61,11 +61,12 @@ class Fields:
             return default
         return value
 
-    def count(self, name: str, default: Any = _MISSING) -> int:
-        """Read a positive whole number."""
+    def count(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+        """Read a positive whole number, or 0 where that is the least allowed."""
         value = self.get(name, default)
-        if type(value) is not int or not 0 < value < 2**31:
-            raise CheckpointError(f"{self.where}: {name} must be a positive whole number. Received: {name}={value!r}")
+        if type(value) is not int or not least <= value < 2**31:
+            kind = "positive whole number" if least else "whole number of 0 or more"
+            raise CheckpointError(f"{self.where}: {name} must be a {kind}. Received: {name}={value!r}")
         return value
 
     def optional_count(self, name: str, default: int | None) -> int | None:

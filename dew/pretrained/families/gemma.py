@@ -14,6 +14,10 @@ from dew.pretrained.families.rotary import read_rotary, write_rotary
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
+"""Fields of every Gemma with the values that change nothing."""
+
+
 def norm_of(fields: Fields) -> NormSpec:
     """Read the norm of every Gemma: scale and product in float32, one rounding at the end."""
     return NormSpec(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0, cast="after_scale")
@@ -40,10 +44,6 @@ def translate(fields: Fields) -> dict[str, Any]:
     arguments = arguments_of(fields, layers, norm, max_length, tied=True, embedding=embedding_of(fields))
     fields.finish({**NEUTRAL, "hidden_activation": (None, "gelu_pytorch_tanh")})
     return arguments
-
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False, None)}
-"""Fields of every Gemma with the values that change nothing."""
 
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:

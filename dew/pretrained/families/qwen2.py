@@ -44,7 +44,7 @@ def windowed(fields: Fields, attention: AttentionSpec, norm: NormSpec, max_lengt
     """
     count = fields.count("num_hidden_layers")
     window = fields.optional_count("sliding_window", 4096)
-    first = fields.get("max_window_layers", 28)
+    first = fields.count("max_window_layers", 28, least=0)
     if not fields.flag("use_sliding_window", False):
         window = None
     slides = [window is not None and index >= first for index in range(count)]

@@ -1,13 +1,26 @@
 """How one file format names and arranges the weights of an architecture.
 
-`GGUF_ARCHITECTURES` lists the architectures read from GGUF files; each module there offers `config`, `tensor_name` and
-`row_order`.
+`GGUF_ARCHITECTURES` is the explicit index of those read from GGUF files: a new one is one file here and one line in it.
 """
 
-from types import ModuleType
+from dew.pretrained.formats import (
+    gguf_gemma,
+    gguf_gemma2,
+    gguf_gemma3,
+    gguf_granite,
+    gguf_llama,
+    gguf_olmo2,
+    gguf_phi3,
+    gguf_qwen2,
+    gguf_qwen3,
+    gguf_smollm3,
+)
+from dew.pretrained.formats.architecture import GgufArchitecture
 
-from dew.pretrained.formats import gguf_llama
-
-GGUF_ARCHITECTURES: dict[str, ModuleType] = {"llama": gguf_llama}
+_MODULES = (
+    *(gguf_llama, gguf_qwen2, gguf_qwen3, gguf_gemma, gguf_gemma2, gguf_gemma3),
+    *(gguf_phi3, gguf_olmo2, gguf_granite, gguf_smollm3),
+)
+GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES}
 
 __all__ = ["GGUF_ARCHITECTURES"]

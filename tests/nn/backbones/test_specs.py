@@ -114,7 +114,14 @@ def assert_close(got, want):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_whole_sequences_are_the_slow_decoder(name):
     module, variables, want = variant(name)
-    assert_close(jax.jit(module.apply)(variables, TOKENS), want)
+
+    @jax.jit
+    def both(variables):
+        hidden = module.apply(variables, TOKENS, method="hidden_states")
+        return module.apply(variables, TOKENS), module.logits(variables, hidden)
+
+    for logits in both(variables):
+        assert_close(logits, want)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -143,7 +150,8 @@ def test_left_padding_does_not_move_a_window():
     padding = 5
     tokens = np.pad(TOKENS, ((0, 0), (padding, 0)))
     real = np.broadcast_to(np.arange(tokens.shape[1]) >= padding, tokens.shape).astype(np.int32)
-    got, _ = module.apply(variables, tokens, segment_ids=real, cache=module.init_cache(len(tokens), 20))
+    run = jax.jit(lambda variables, cache: module.apply(variables, tokens, segment_ids=real, cache=cache))
+    got, _ = run(variables, module.init_cache(len(tokens), 20))
     assert_close(got[:, padding:], want)
 
 
@@ -186,20 +194,20 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
 
 def test_a_window_of_w_tokens_reads_w_tokens_with_itself():
     module = tiny_decoder(layers=(tiny_layer(window=4),))
-    variables = unboxed(module.init(jax.random.key(0), TOKENS))
+    variables, run = unboxed(jax.jit(module.init)(jax.random.key(0), TOKENS)), jax.jit(module.apply)
     changed = np.array(TOKENS)
     changed[:, 3] += 1
-    moved = np.abs(module.apply(variables, TOKENS) - module.apply(variables, changed)).max((0, 2)) > 1e-7
+    moved = np.abs(run(variables, TOKENS) - run(variables, changed)).max((0, 2)) > 1e-7
     assert moved.tolist() == [False] * 3 + [True] * 4 + [False] * 5
 
 
 def test_long_sequences_keep_the_window_in_chunks():
     module = tiny_decoder(layers=(tiny_layer(window=40),), max_length=1024)
-    variables = unboxed(module.init(jax.random.key(0), TOKENS))
+    variables = unboxed(jax.jit(module.init)(jax.random.key(0), TOKENS))
     tokens = np.random.default_rng(0).integers(1, 60, (1, 600)).astype(np.int32)
     got = jax.jit(module.apply)(variables, tokens)
     # One layer: what the last token reads is the window before it alone.
-    alone = module.apply(variables, tokens[:, -40:], positions=np.arange(560, 600)[None])
+    alone = jax.jit(module.apply)(variables, tokens[:, -40:], positions=np.arange(560, 600)[None])
     np.testing.assert_allclose(got[:, -1], alone[:, -1], atol=1e-5 * float(np.abs(alone).max()))
 
 

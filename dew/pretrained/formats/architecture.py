@@ -1,0 +1,277 @@
+"""What a GGUF architecture states about itself: its metadata as a Hugging Face config, and where its tensors go.
+
+Entry points: `GgufArchitecture`, `GgufFields`; the parts that Llama and its descendants share are `decoder_fields`,
+`DECODER_TENSORS` and `DECODER_LAYER_TENSORS`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dew.pretrained.gguf import GgufFile
+from dew.pretrained.source import CheckpointError
+from dew.tree import matches
+
+DECODER_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+DECODER_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+FREQUENCIES = "rope_freqs.weight"
+# Fields that change nothing at this value, in any architecture.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "rope.scaling.original_context_length": (0,),
+    "rope.scaling.finetuned": (False,),
+    "attention.causal": (True,),
+}
+_TOKENS = (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id"))
+
+
+class GgufFields:
+    """The fields of one architecture in a file's metadata; it remembers which were read."""
+
+    def __init__(self, file: GgufFile, architecture: str):
+        self.file, self.architecture, self.where = file, architecture, file.path
+        self.values = {
+            key.removeprefix(f"{architecture}."): value
+            for key, value in file.metadata.items()
+            if key.startswith(f"{architecture}.")
+        }
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Read a field as it is."""
+        self._read.add(key)
+        return self.values.get(key, default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Read a positive whole number.
+
+        Raises:
+            CheckpointError: If it is absent without a default, or is none.
+        """
+        if default is None and key not in self.values:
+            raise CheckpointError(f"{self.where}: the metadata lacks {self.architecture}.{key}.")
+        value = self.get(key, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise CheckpointError(
+                f"{self.where}: {self.architecture}.{key} must be a positive whole number. Received: {value!r}"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Read a positive number, as the decimal that was meant: float32 reads 1e-05 as 9.999999747378752e-06.
+
+        Raises:
+            CheckpointError: If it is absent without a default, or is none.
+        """
+        if default is None and key not in self.values:
+            raise CheckpointError(f"{self.where}: the metadata lacks {self.architecture}.{key}.")
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(
+                f"{self.where}: {self.architecture}.{key}: expected a positive number. Received: {value!r}"
+            )
+        return float(str(np.float32(value)))
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file holds a tensor of this GGUF name."""
+        return name in self.file.tensors
+
+    def finish(self, neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """Refuse fields that were not read and may change the computation.
+
+        Args:
+            neutral: Values at which further fields change nothing.
+
+        Raises:
+            CheckpointError: Naming the fields.
+        """
+        known = {**_NEUTRAL, **(neutral or {})}
+        unknown = [
+            f"{self.architecture}.{key}={value!r}"
+            for key, value in self.values.items()
+            if key not in self._read and value not in known.get(key, ())
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{self.where}: these fields may change the computation and are not supported: {', '.join(unknown)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufArchitecture:
+    """One architecture.
+
+    Attributes:
+        name: As `general.architecture` says.
+        translate: Metadata to the fields of a Hugging Face config; refuses what it does not understand.
+        tensors: Stem of a GGUF name to that of a Hugging Face name.
+        layer_tensors: The same below `blk.N.`; the Hugging Face stem goes below `layer_prefix`.
+        layer_prefix: What a layer is called; `{i}` stands for its number.
+        rotates_neighbours: Whether the query and key rows are stored in llama.cpp's order of rotation.
+        shifted: Globs of Hugging Face names of which the file holds the values plus one.
+        transposed: Globs of Hugging Face names that the file holds transposed.
+    """
+
+    name: str
+    translate: Callable[[GgufFields], dict[str, Any]]
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: DECODER_TENSORS)
+    layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: DECODER_LAYER_TENSORS)
+    layer_prefix: str = "model.layers.{i}."
+    rotates_neighbours: bool = False
+    shifted: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+
+    def config(self, file: GgufFile) -> dict[str, Any]:
+        """Translate the metadata of a file.
+
+        Raises:
+            CheckpointError: If a field is missing, of the wrong type, or changes the computation in a way that is not
+                read.
+        """
+        tokens = {
+            name: value
+            for key, name in _TOKENS
+            if (value := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
+        }
+        wrong = {name: value for name, value in tokens.items() if type(value) is not int}
+        if wrong:
+            raise CheckpointError(f"{file.path}: token ids must be whole numbers. Received: {wrong}")
+        return {**self.translate(GgufFields(file, self.name)), **tokens}
+
+    def tensor_name(self, name: str) -> str:
+        """Hugging Face name of a GGUF tensor; a name that is not known comes back unchanged."""
+        stem, _, suffix = name.rpartition(".")
+        if stem in self.tensors:
+            return f"{self.tensors[stem]}.{suffix}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match and match[2] in self.layer_tensors:
+            return f"{self.layer_prefix.replace('{i}', match[1])}{self.layer_tensors[match[2]]}.{suffix}"
+        return name
+
+    def row_order(self, name: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
+        """Stored row that holds each Hugging Face row of a query or key projection; None where they agree.
+
+        llama.cpp rotates neighbouring rows (2j, 2j+1) of a head, Hugging Face rotates (j, j + H/2). For some
+        architectures its converter permutes the rows accordingly; this undoes it.
+
+        Args:
+            name: Hugging Face name.
+            num_rows: Rows of the tensor.
+            config: What `config` returned.
+        """
+        if not self.rotates_neighbours or not re.search(r"self_attn\.[qk]_proj\.", name):
+            return None
+        half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+        if half < 1 or num_rows % (2 * half):
+            raise CheckpointError(f"Tensor {name!r} has {num_rows} rows, which are not whole heads of {2 * half}.")
+        # Hugging Face row (head, side, pair) is stored at (head, pair, side).
+        return np.arange(num_rows).reshape(-1, half, 2).swapaxes(1, 2).reshape(-1)
+
+    def is_shifted(self, name: str) -> bool:
+        """Whether the file holds this tensor's values plus one."""
+        return matches(name, self.shifted)
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether the file holds this tensor transposed."""
+        return matches(name, self.transposed)
+
+    def consumed(self, config: dict[str, Any]) -> tuple[str, ...]:
+        """Tensors of the file that the config already says."""
+        return (FREQUENCIES,) if config.get("rope_parameters", {}).get("rope_type") == "llama3" else ()
+
+
+def decoder_fields(
+    fields: GgufFields, *, head_dim: int | None = None, theta: float = 10000.0, partial: bool = False
+) -> dict[str, Any]:
+    """Read what Llama and its descendants share.
+
+    Args:
+        fields: The metadata.
+        head_dim: Width of a head where the metadata does not say; None divides the width by the heads.
+        theta: Base of the rotation where the metadata does not say.
+        partial: Whether `rope.dimension_count` may be less than a head; the caller reads it.
+
+    Raises:
+        CheckpointError: If a field is missing, of the wrong type, or not supported.
+    """
+    heads, width = fields.count("attention.head_count"), fields.count("embedding_length")
+    default = max(1, width // heads) if head_dim is None else head_dim
+    rotated = default if partial else fields.count("rope.dimension_count", default)
+    head_dim = fields.count("attention.key_length", rotated)
+    for key in ("attention.value_length",) if partial else ("rope.dimension_count", "attention.value_length"):
+        if fields.count(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{fields.where}: {fields.architecture}.{key}={fields.get(key)} differs from the {head_dim} dimensions "
+                "of a head; heads that rotate in part are not supported."
+            )
+    tokens = fields.file.metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list) and tokens else None
+    return {
+        "num_hidden_layers": fields.count("block_count"),
+        "max_position_embeddings": fields.count("context_length"),
+        "hidden_size": width,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope_parameters(fields, head_dim, theta),
+        "vocab_size": fields.count("vocab_size", num_tokens),
+        "tie_word_embeddings": not fields.has_tensor("output.weight"),
+    }
+
+
+def rope_parameters(fields: GgufFields, head_dim: int, theta: float) -> dict[str, Any]:
+    """Read how positions rotate.
+
+    Args:
+        fields: The metadata.
+        head_dim: Rotated dimensions of a head.
+        theta: Base where the metadata does not say.
+
+    Raises:
+        CheckpointError: If the scaling is not known.
+    """
+    theta = fields.number("rope.freq_base", theta)
+    kind = fields.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise CheckpointError(
+            f"{fields.where}: {fields.architecture}.rope.scaling.type={kind!r} is not supported; known: none, linear."
+        )
+    if fields.has_tensor(FREQUENCIES):
+        table = fields.file.floats(FREQUENCIES)
+        if kind == "none" and (found := _llama3_scaling(table, theta, head_dim)):
+            return found
+        return {"rope_type": "default", "rope_theta": theta}  # the table is then left over, and refused by its name
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": fields.number("rope.scaling.factor")}
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _llama3_scaling(table: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """Find the published Llama 3 scaling whose divisors of the frequencies are this table."""
+    for factor in (8.0, 32.0):
+        parameters = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        original = 8192
+        turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+        smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+        divisors = 1.0 / ((1.0 - smooth) / factor + smooth)
+        if table.shape == divisors.shape and np.allclose(table, divisors, rtol=1e-5):
+            scaling = {**parameters, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "rope_theta": theta, **scaling}
+    return None

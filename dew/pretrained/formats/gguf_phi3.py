@@ -1,0 +1,37 @@
+"""GGUF files of the `phi3` architecture: Phi-3 and Phi-4 without longrope, whose factors are tensors of the file."""
+
+from typing import Any
+
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def translate(fields: GgufFields) -> dict[str, Any]:
+    """Translate the metadata to a `Phi3Config`. Factors of longrope are left over, and refused by their name."""
+    rotated = fields.get("rope.dimension_count")
+    shared = decoder_fields(fields, partial=True)
+    head_dim = shared.pop("head_dim")
+    if type(rotated) is int and rotated != head_dim:
+        shared["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
+    window = fields.get("attention.sliding_window", 0)
+    config = {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        **shared,
+        "hidden_act": "silu",
+        "sliding_window": fields.count("attention.sliding_window") if window else None,
+        "original_max_position_embeddings": shared["max_position_embeddings"],
+    }
+    fields.finish({"rope.scaling.original_context_length": (shared["max_position_embeddings"],)})
+    return config
+
+
+ARCHITECTURE = GgufArchitecture(name="phi3", translate=translate, layer_tensors=_LAYER_TENSORS)

@@ -1,0 +1,26 @@
+"""GGUF files of the `smollm3` architecture: Llama in which every fourth layer does not rotate."""
+
+from typing import Any
+
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+
+PERIOD = 4
+
+
+def translate(fields: GgufFields) -> dict[str, Any]:
+    """Translate the metadata to a `SmolLM3Config`."""
+    shared = decoder_fields(fields)
+    shared.pop("head_dim")
+    config = {
+        "model_type": "smollm3",
+        "architectures": ["SmolLM3ForCausalLM"],
+        **shared,
+        "hidden_act": "silu",
+        "no_rope_layer_interval": PERIOD,
+        "no_rope_layers": [int((layer + 1) % PERIOD != 0) for layer in range(shared["num_hidden_layers"])],
+    }
+    fields.finish()
+    return config
+
+
+ARCHITECTURE = GgufArchitecture(name="smollm3", translate=translate, rotates_neighbours=True)

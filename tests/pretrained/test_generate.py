@@ -1,0 +1,35 @@
+"""Generation with families whose layers differ is the argmax of whole forward passes, ragged and on a mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+from dew.inference import generate
+from dew.placement.layout import Layout
+from dew.placement.mesh import MeshSpec, build_mesh
+from dew.pretrained import load_pretrained
+from tests.pretrained.checkpoints import FIXTURES
+
+PROMPTS = [[5, 9, 2, 44, 17, 3, 8, 71, 20, 31, 6, 12], [7, 7, 30]]
+NEW = 20
+
+
+def by_whole_passes(model, prompt):
+    run = jax.jit(model.module.apply)
+    row = list(prompt)
+    for _ in range(NEW):
+        padded = np.zeros((1, 40), np.int32)
+        padded[0, : len(row)] = row
+        row.append(int(np.argmax(run(model.variables, padded)[0, len(row) - 1])))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
+def test_generation_is_the_argmax_of_whole_passes(name):
+    model = load_pretrained(FIXTURES / name)
+    want = [by_whole_passes(model, prompt) for prompt in PROMPTS]
+    assert len({tuple(row) for row in want}) == len(want)
+    for mesh in (build_mesh(MeshSpec(), jax.devices()[:1]), {"fsdp": 2, "tensor": 2}):
+        placed = load_pretrained(FIXTURES / name, mesh=mesh, layout=Layout(min_shard=1, tolerance=0.5))
+        got = generate(placed.module, placed.variables, PROMPTS, max_new_tokens=NEW)
+        assert [list(row) for row in got.tokens] == want
