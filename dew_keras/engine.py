@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
-from dew.placement.layout import Layout
 from dew.placement.partition import shard_batch
 from dew.training.optimizer import as_step_transformation
 from dew.training.trainer import Trainer
@@ -53,30 +52,18 @@ class Engine(RestoresRuns, PlacedModel):
         self._trainer: Trainer | None = None
         self._steps: CustomSteps | None = None
 
-    def configure(
-        self,
-        compiled: Compiled,
-        *,
-        mesh: Any,
-        layout: Layout | None,
-        remat: Any,
-        precision: tuple[str | None, str | None],
-    ) -> None:
+    def configure(self, compiled: Compiled, **settings: Any) -> None:
         """Take over what `compile` decided, as `PlacedModel.configure`; programs are made again.
 
         Args:
-            compiled: The settings.
-            mesh: As `compile` takes it.
-            layout: The rules; None takes the defaults.
-            remat: What the backward pass recomputes.
-            precision: Compute and storage dtypes; None means the checkpoint's.
+            compiled: The settings of training.
+            settings: As `PlacedModel.configure`.
 
         Raises:
-            ValueError: If the mesh does not fit the devices, or an option does not fit the module or the model's class.
-            LayoutRefused: If the layout leaves too much whole on the mesh.
+            ValueError: As there, and if an option does not fit what the model's class overrides.
         """
         self._check_overrides(compiled)
-        super().configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
+        super().configure(compiled, **settings)
         self._trainer = self._objective = self._steps = None
         self.__dict__.pop("predictor", None)
         self._adopt_waiting()

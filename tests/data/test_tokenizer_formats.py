@@ -162,7 +162,10 @@ BROKEN_MODELS = {
     "a piece twice": (piece() * 2, "repeats 1 of its pieces"),
     "an unknown algorithm": (piece() + field(2, 2, b"\x02" + field(3, 0, b"\x04")), "has model type 4"),
     "no bytes": (piece() + field(2, 2, b"\x05" + field(3, 0, b"\x02") + b"\x98\x02\x01"), "no piece <0x00>"),
-    "a charsmap of nonsense": (piece() + field(3, 2, b"\x05" + field(2, 2, b"\x03abc")), "not a readable tokenizer"),
+    "a charsmap of nonsense": (
+        piece() + field(3, 2, b"\x05" + field(2, 2, b"\x03abc")),
+        "damaged precompiled_charsmap",
+    ),
 }
 
 

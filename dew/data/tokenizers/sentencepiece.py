@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dew.data.tokenizers.charsmap import check_charsmap
 from dew.data.tokenizers.files import MAX_TOKENS, refusing_panics
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -81,12 +82,15 @@ def parse_model(data: bytes, where: object) -> PieceModel:
     unk_id = trainer.get(40, 0)
     if not isinstance(unk_id, int) or not 0 <= unk_id < len(pieces):
         raise ValueError(f"{where} has unk_id {unk_id!r}, outside of its {len(pieces)} pieces.")
+    charsmap = _expect(normalizer.get(2, b""), bytes, "precompiled_charsmap", where)
+    if charsmap:
+        check_charsmap(charsmap, where)
     return PieceModel(
         pieces=pieces,
         algorithm=algorithm,
         byte_fallback=bool(trainer.get(35, False)),
         unk_id=unk_id,
-        charsmap=_expect(normalizer.get(2, b""), bytes, "precompiled_charsmap", where),
+        charsmap=charsmap,
         add_dummy_prefix=bool(normalizer.get(3, True)),
         remove_extra_whitespaces=bool(normalizer.get(4, True)),
         escape_whitespaces=bool(normalizer.get(5, True)),

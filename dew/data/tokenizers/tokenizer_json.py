@@ -6,6 +6,7 @@ character, the library makes texts that are not UTF-8 and ends the process; such
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from dew.data.tokenizers.charsmap import check_charsmap
 from dew.data.tokenizers.files import MAX_TOKENS, read_text, refusing_panics
 
 
@@ -35,6 +37,8 @@ def read_tokenizer_json(path: Path) -> Backend:
         raise ValueError(f"{path} is not a readable tokenizer: it has no model.")
     if "merges" in model:
         _check_pairs(model, path)
+    for charsmap in _charsmaps(value.get("normalizer"), path):
+        check_charsmap(charsmap, path)
     for number in _added_ids(value, path):
         if type(number) is not int or not 0 <= number < MAX_TOKENS:
             raise ValueError(f"{path}: an added token needs a whole number as its id. Received: {str(number)[:40]}")
@@ -43,6 +47,19 @@ def read_tokenizer_json(path: Path) -> Backend:
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def _charsmaps(normalizer: Any, path: Path) -> list[bytes]:
+    """Collect the compiled normalisations of a normalizer, or of a sequence of them."""
+    if not isinstance(normalizer, dict):
+        return []
+    found = [each for step in normalizer.get("normalizers") or [] for each in _charsmaps(step, path)]
+    if normalizer.get("precompiled_charsmap"):
+        try:
+            found.append(base64.b64decode(normalizer["precompiled_charsmap"], validate=True))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: precompiled_charsmap is not base64: {error}") from error
+    return found
 
 
 def _added_ids(value: Mapping[str, Any], path: Path) -> list[Any]:
