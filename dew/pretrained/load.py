@@ -28,7 +28,7 @@ from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
 from dew.pretrained.place import ProgressCallback, place
 from dew.pretrained.progress import showing
-from dew.pretrained.recipe import Recipe, check_coverage, recipes, spelled
+from dew.pretrained.recipe import Recipe, check_coverage, recipes
 from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
 from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
 from dew.pretrained.torch_pickle import open_pickled
@@ -250,7 +250,6 @@ def load_variables(
     try:
         source = canonical_names(source, {name for recipe in todo for name in recipe.sources}, described.source)
         ignorable = described.family.ignorable
-        todo = spelled(todo, source.names(), described.family.spellings)
         if module.tie_embeddings:
             _check_tied(source, todo, described.source)
             ignorable = (*ignorable, "lm_head.weight")

@@ -230,31 +230,6 @@ def _cut(
     return Cut(factors.index(weight.fused.dimension), start, total)
 
 
-def spelled(
-    recipes: tuple[Recipe, ...], names: Iterable[str], spellings: Sequence[tuple[str, str]]
-) -> tuple[Recipe, ...]:
-    """Name tensors as a file does.
-
-    Args:
-        recipes: One per leaf of the model.
-        names: Tensors of the file.
-        spellings: Beginnings of names, each with what stands in its place in a file where no name begins so.
-    """
-    names = tuple(names)
-    for usual, other in spellings:
-        if not any(name.startswith(usual) for name in names):
-            recipes = tuple(
-                dataclasses.replace(
-                    recipe,
-                    sources=tuple(
-                        other + name.removeprefix(usual) if name.startswith(usual) else name for name in recipe.sources
-                    ),
-                )
-                for recipe in recipes
-            )
-    return recipes
-
-
 def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object) -> None:
     """Check, before anything is read, that leaves and tensors match one to one.
 

@@ -23,7 +23,6 @@ class Family:
         config_dict: Model to config fields; raises ValueError for a model the config cannot express.
         weights: Rules of all its weights.
         ignorable: Globs of tensors that old exports carry and that hold no weight.
-        spellings: Beginnings of tensor names, each with what some files have in its place; exports write the first.
     """
 
     model_type: str
@@ -32,7 +31,6 @@ class Family:
     config_dict: Callable[[CausalTransformer], dict[str, Any]]
     weights: tuple[Weight, ...]
     ignorable: tuple[str, ...] = ()
-    spellings: tuple[tuple[str, str], ...] = ()
 
 
 IGNORABLE = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

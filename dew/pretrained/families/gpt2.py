@@ -94,6 +94,5 @@ FAMILY = Family(
     translate=translate,
     config_dict=config_dict,
     weights=WEIGHTS,
-    ignorable=tuple(f"{prefix}h.*.attn.{name}" for prefix in ("transformer.", "") for name in ("bias", "masked_bias")),
-    spellings=(("transformer.", ""),),
+    ignorable=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )

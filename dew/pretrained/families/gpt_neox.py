@@ -77,5 +77,4 @@ FAMILY = Family(
         *(f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
         "gpt_neox.rotary_emb.inv_freq",
     ),
-    spellings=(("embed_out.", "lm_head."),),
 )
