@@ -14,12 +14,20 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -38,6 +46,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -64,6 +74,8 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 # Smaller, for the families that came later; windows of 8 tokens hide most of a row of 48.
 SMALL = SHAPE | {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
 NARROW = {name: value for name, value in SMALL.items() if name != "head_dim"}
+LAYER_NORMED = {name: value for name, value in NARROW.items() if name != "rms_norm_eps"}
+OWN_KEYS = {name: value for name, value in LAYER_NORMED.items() if name != "num_key_value_heads"}
 WINDOWED = SMALL | {"sliding_window": 8, "query_pre_attn_scalar": 12}
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -153,6 +165,48 @@ FIXTURES = {
             **NARROW, **NO_TOKENS, sliding_window=16, original_max_position_embeddings=16, rope_parameters=PHI3_ROPE
         ),
     ),
+    "gpt_neox": (
+        GPTNeoXForCausalLM,
+        lambda: GPTNeoXConfig(
+            **OWN_KEYS, **NO_TOKENS, layer_norm_eps=1e-4, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}
+        ),
+    ),
+    "gpt2": (
+        GPT2LMHeadModel,
+        lambda: GPT2Config(
+            vocab_size=96,
+            n_embd=32,
+            n_inner=40,
+            n_layer=3,
+            n_head=4,
+            n_positions=64,
+            layer_norm_epsilon=1e-4,
+            scale_attn_by_inverse_layer_idx=True,
+            **NO_TOKENS,
+        ),
+    ),
+    "starcoder2": (
+        Starcoder2ForCausalLM,
+        lambda: Starcoder2Config(
+            **LAYER_NORMED, **NO_TOKENS, norm_epsilon=1e-4, sliding_window=8, rope_parameters=PLAIN
+        ),
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        lambda: Cohere2Config(
+            **LAYER_NORMED,
+            **NO_TOKENS,
+            layer_norm_eps=1e-4,
+            logit_scale=0.25,
+            sliding_window=8,
+            layer_types=GEMMA3_KINDS,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "glm4": (
+        Glm4ForCausalLM,
+        lambda: Glm4Config(**SMALL, **NO_TOKENS, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}),
+    ),
 }
 SCALINGS = {
     "default": {"rope_type": "default"},
@@ -202,26 +256,30 @@ LARGEST_ENTROPY = 0.5
 LARGEST_ROUNDING = 2e-6
 
 
+SHARPENED = tuple(f"{name}.weight" for name in ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn"))
+
+
 def randomise(model, generator, sharpness):
     """Draw weights whose norms are far from one, whose biases are not zero, and whose attention is peaked."""
     gemma = model.config.model_type.startswith("gemma")
     for name, weight in model.named_parameters():
         draw = torch.randn(weight.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             value = 1.0 + 0.3 * draw
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 value = value * math.sqrt(sharpness)
             value = value - 1.0 if gemma else value
         elif name.endswith(".bias"):
             value = 0.3 * draw
-        elif "embed_tokens" in name:
+        elif any(table in name for table in ("embed_tokens", "embed_in", "wte", "wpe")):
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
             value = (
                 value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
             )
         else:
-            value = draw / math.sqrt(weight.shape[1])
-            if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
+            inputs = 0 if ".c_" in name and model.config.model_type == "gpt2" else 1  # its kernels are [in, out]
+            value = draw / math.sqrt(weight.shape[inputs])
+            if name.endswith(SHARPENED):
                 value = value * math.sqrt(sharpness)
         weight.data.copy_(value)
 
@@ -280,8 +338,9 @@ def in_bfloat16(kind, config, directory, tokens):
     config._attn_implementation = "eager"
     model = kind.from_pretrained(directory, dtype=torch.bfloat16)
     seen = {}
-    layer = model.model.layers[0]
-    norm = getattr(layer, "input_layernorm", None) or layer.post_attention_layernorm
+    layer = next(iter(getattr(model.base_model, "layers", None) or model.base_model.h))
+    first = getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
+    norm = first or layer.post_attention_layernorm
     handles = [
         layer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(embedded=args[0]), with_kwargs=True),
         norm.register_forward_hook(lambda _, args, result: seen.update(read=args[0], normed=result)),
@@ -290,7 +349,7 @@ def in_bfloat16(kind, config, directory, tokens):
         model(tokens[:1, :16])
     for handle in handles:
         handle.remove()
-    if norm is getattr(layer, "input_layernorm", None):
+    if norm is first:
         del seen["read"]  # the embeddings
     return {f"bfloat16_{name}": value[0].view(torch.int16).numpy() for name, value in seen.items()}
 

@@ -8,8 +8,9 @@ FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
+    *("gpt_neox", "gpt2", "starcoder2", "cohere2", "glm4"),
 )
-UNTIED = ("llama_untied", "qwen3_untied", "mistral")
+UNTIED = ("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4")
 
 
 def safetensors_bytes(header, data=b"", length=None):

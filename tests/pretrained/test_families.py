@@ -149,6 +149,18 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "needs 2 short and long factors .* 1 and 2"),
         ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop=0\.1"),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
+        ("gpt_neox", {"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
+        ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+        ("gpt_neox", {"rope_theta": 5e4}, r"rope_theta=50000\.0"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.125}}, "rotary needs an even width"),
+        ("gpt2", {"n_embd": 30}, "n_embd=30 is not a multiple of n_head=4"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("gpt2", {"n_ctx": 32}, "n_ctx=32"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type=rms_norm"),
+        ("cohere2", {"head_dim": 16}, "head_dim=16"),
+        ("cohere2", {"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is in use"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("glm4", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
     ],
     ids=str,
 )
@@ -160,6 +172,73 @@ def test_what_a_family_cannot_mean_is_refused(copied, name, fields, text):
 def test_gelu_means_its_tanh_form_in_gemma_1_alone(copied):
     assert describe(copied("gemma", hidden_act="gelu")).module.layers[0].mlp.activation == "gelu_tanh"
     assert describe(copied("gemma2", hidden_activation="gelu")).module.layers[0].mlp.activation == "gelu"
+
+
+def first_layer(directory):
+    return describe(directory).module.layers[0]
+
+
+def test_pythia_and_gpt_neox_say_their_rotation_in_fields_of_their_own(copied):
+    older = {"rope_parameters": "absent", "rotary_emb_base": 5e3, "rotary_pct": 0.25, "hidden_act": "gelu_fast"}
+    layer = first_layer(copied("gpt_neox", **older, use_parallel_residual=False, attention_bias=False))
+    assert (layer.attention.rotary.theta, layer.attention.rotary.fraction) == (5e3, 0.25)
+    assert (layer.placement, layer.mlp.activation, layer.attention.out_bias) == ("pre", "gelu_tanh", False)
+
+
+def test_absent_fields_of_gpt_neox_mean_a_quarter_in_parallel(copied):
+    names = ("rope_parameters", "use_parallel_residual", "attention_bias", "hidden_act", "layer_norm_eps")
+    layer = first_layer(copied("gpt_neox", **dict.fromkeys(names, "absent")))
+    assert (layer.attention.rotary.fraction, layer.placement, layer.attention.bias) == (0.25, "parallel", True)
+    assert (layer.mlp.activation, layer.norm.eps) == ("gelu", 1e-5)
+
+
+def test_the_published_config_of_gpt2_is_understood(copied):
+    names = ("n_inner", "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+    summary = {"summary_type": "cls_index", "summary_first_dropout": 0.1, "n_ctx": 64, "attn_pdrop": 0.1}
+    module = describe(copied("gpt2", **dict.fromkeys(names, "absent"), **summary)).module
+    assert (module.layers[0].mlp.features, module.tie_embeddings, module.embedding.positions) == (128, True, 64)
+    assert [layer.attention.scale for layer in module.layers] == [None] * 3
+
+
+@pytest.mark.parametrize("by_depth, want", [(False, [1.0] * 3), (True, [1.0, 1 / 2, 1 / 3])])
+def test_gpt2_may_leave_out_the_width_of_a_head(by_depth, want, copied):
+    fields = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": by_depth}
+    described = describe(copied("gpt2", **fields))
+    assert [layer.attention.logit_scale for layer in described.module.layers] == want
+    written = described.family.config_dict(described.module)
+    assert {name: written[name] for name in fields} == fields
+
+
+def test_the_published_config_of_starcoder2_is_understood(copied):
+    dropout = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.1)
+    also = {"norm_type": "layer_norm", "mlp_type": "default", "tie_word_embeddings": "absent"}
+    module = describe(copied("starcoder2", **dropout, **also, num_key_value_heads="absent", use_bias=False)).module
+    attention = module.layers[0].attention
+    assert (module.tie_embeddings, attention.num_kv_heads, attention.window) == (True, 2, 8)
+    assert not attention.bias
+    assert not attention.out_bias
+    assert not module.layers[0].mlp.bias
+
+
+def test_starcoder2_without_a_window_has_none(copied):
+    assert windows(copied("starcoder2", sliding_window="absent")) == [None] * 3
+
+
+def test_the_published_config_of_command_r7b_is_understood(copied):
+    published = {"layer_switch": 2, "sliding_window_pattern": 2, "position_embedding_type": "rope_gptj"}
+    published |= {"rotary_pct": 1.0, "use_qk_norm": False, "use_parallel_block": True, "head_dim": 8}
+    absent = dict.fromkeys(("layer_types", "logit_scale", "rope_parameters", "sliding_window"), "absent")
+    module = describe(copied("cohere2", **published, **absent, rope_theta=5e4)).module
+    assert [layer.attention.window for layer in module.layers] == [4096, None, 4096]
+    rotaries = [layer.attention.rotary and layer.attention.rotary.theta for layer in module.layers]
+    assert (rotaries, module.head.scale) == ([5e4, None, 5e4], 0.0625)
+
+
+def test_absent_fields_of_glm4_take_the_defaults_of_the_config_class(copied):
+    names = ("head_dim", "num_key_value_heads", "attention_bias", "rms_norm_eps", "rope_parameters")
+    layer = first_layer(copied("glm4", **dict.fromkeys(names, "absent")))
+    assert (layer.attention.head_dim, layer.attention.num_kv_heads, layer.attention.bias) == (128, 2, True)
+    assert (layer.norm.eps, layer.attention.rotary.fraction, layer.attention.out_bias) == (1.5625e-7, 0.5, False)
 
 
 def test_layers_without_rotary_are_every_fourth_or_those_listed(copied):

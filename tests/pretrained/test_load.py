@@ -222,3 +222,12 @@ def test_the_bundle_says_where_it_came_from():
     assert loaded.config["model_type"] == "llama"
     assert loaded.tokenizer is None
     assert loaded.generation_config == {}
+
+
+def test_the_published_names_of_gpt2_are_read(copied, tensors):
+    directory = copied("gpt2")
+    stored = {name.removeprefix("transformer."): value for name, value in tensors(directory).items()}
+    stored["h.0.attn.bias"] = np.tril(np.ones((1, 1, 64, 64), np.float32))  # a causal mask
+    rewrite(directory, stored)
+    got, want = load_pretrained(directory).variables, load_pretrained(FIXTURES / "gpt2").variables
+    jax.tree.map(np.testing.assert_array_equal, got, want)

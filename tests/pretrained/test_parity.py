@@ -91,9 +91,11 @@ def test_embeddings_and_norms_round_where_the_reference_rounds(name, reference):
     params = stack_view(model.module).unstack(model.variables)["params"]
     rows = params["embed_tokens"]["embedding"].astype(jnp.bfloat16)[reference(name)["tokens"][:1, :16]]
     embedded = scaled_rows(rows, model.module.embedding)[0]
+    if model.module.embedding.positions is not None:
+        embedded = embedded + params["embed_positions"]["embedding"].astype(jnp.bfloat16)[:16]
     np.testing.assert_array_equal(np.asarray(embedded), want["bfloat16_embedded"])
     spec, layer = model.module.layers[0].norm, params["layers_0"]
-    weights = layer.get("input_layernorm", layer["post_attention_layernorm"])
+    weights = layer.get("input_layernorm") or layer["post_attention_layernorm"]
     read = want.get("bfloat16_read", want["bfloat16_embedded"])
 
     def agreement(spec):
@@ -266,6 +268,60 @@ def one_base_for_all(module, variables):
     return with_rotary(module, lambda spec: {"theta": theta}), variables
 
 
+def one_after_the_other(module, variables):
+    view, after = stack_view(module), with_layers(module, lambda layer: dataclasses.replace(layer, placement="pre"))
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        layer.setdefault("post_attention_layernorm", layer["input_layernorm"])
+    return after, stack_view(after).stack({"params": params})
+
+
+def attention_not_scaled_by_depth(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"scale": None}), module, variables)
+
+
+def unscaled_attention(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"scale": 1.0}), module, variables)
+
+
+def positions_one_later(module, variables):
+    def rolled(path, leaf):
+        return jnp.roll(leaf, 1, axis=0) if "embed_positions" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(rolled, variables)
+
+
+def norms_of_the_mean_square(module, variables):
+    return with_norms(module, kind="rms"), variables
+
+
+def halves_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"interleaved": False}), variables
+
+
+def unscaled_logits(module, variables):
+    return module.clone(head=HeadSpec()), variables
+
+
+def keys_and_values_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        attention = params[f"layers_{index}"]["self_attn"]
+        attention["k_proj"], attention["v_proj"] = attention["v_proj"], attention["k_proj"]
+    return module, view.stack({"params": params})
+
+
+def gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        mlp = params[f"layers_{index}"]["mlp"]
+        mlp["gate_proj"], mlp["up_proj"] = mlp["up_proj"], mlp["gate_proj"]
+    return module, view.stack({"params": params})
+
+
 EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
 GEMMA = [unscaled_embeddings, scales_without_their_one]
 MUTATIONS = {
@@ -292,15 +348,64 @@ MUTATIONS = {
         window_one_longer,
         scaled_by_the_head,
     ],
+    "gpt_neox": [
+        one_after_the_other,
+        whole_heads_rotated,
+        neighbours_rotated,
+        biases_dropped,
+        norms_of_the_mean_square,
+        keys_and_values_swapped,
+        unscaled_attention,
+    ],
+    "gpt2": [
+        attention_not_scaled_by_depth,
+        positions_one_later,
+        biases_dropped,
+        norms_of_the_mean_square,
+        keys_and_values_swapped,
+        unscaled_attention,
+    ],
+    "starcoder2": [window_one_longer, window_one_shorter, biases_dropped, norms_of_the_mean_square],
+    "cohere2": [
+        one_after_the_other,
+        halves_rotated,
+        unscaled_logits,
+        windows_everywhere,
+        window_one_shorter,
+        rotary_everywhere,
+        norms_of_the_mean_square,
+    ],
+    "glm4": [halves_rotated, whole_heads_rotated, outer_norms_swapped, biases_dropped, gates_swapped],
+}
+WITHOUT = {
+    "gpt_neox": [scaled_by_the_width],  # which is the width of a head
+    "gpt2": [scaled_by_the_width, theta_times_ten],
+    "cohere2": [norms_swapped],  # it has one
 }
 
 
 @pytest.mark.parametrize(
     "name, mutate",
-    [(name, mutate) for name in NAMES for mutate in (*EVERYWHERE, *MUTATIONS.get(name, ()))]
+    [
+        (name, mutate)
+        for name in NAMES
+        for mutate in (*EVERYWHERE, *MUTATIONS.get(name, ()))
+        if mutate not in WITHOUT.get(name, ())
+    ]
     + [(name, tied_to_the_table) for name in UNTIED],
 )
 def test_a_wrong_field_exceeds_the_tolerance_a_hundredfold(name, mutate, reference):
     want, model = reference(name), loaded(name)
     module, variables = mutate(model.module, model.variables)
     assert difference(logits(module, variables, want["tokens"]), want["logits"]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name, other", [("gpt_neox", "gelu_tanh"), ("gpt2", "gelu"), ("starcoder2", "gelu")])
+def test_the_other_form_of_gelu_exceeds_the_tolerance_fivefold(name, other, reference):
+    want, model = reference(name), loaded(name)
+
+    def changed(layer):
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, activation=other))
+
+    got = logits(with_layers(model.module, changed), model.variables, want["tokens"])
+    assert difference(got, want["logits"]) > 5 * TOLERANCE

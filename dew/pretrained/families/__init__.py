@@ -6,9 +6,13 @@
 from typing import Any
 
 from dew.pretrained.families import (
+    cohere2,
     gemma,
     gemma2,
     gemma3,
+    glm4,
+    gpt2,
+    gpt_neox,
     granite,
     llama,
     mistral,
@@ -18,6 +22,7 @@ from dew.pretrained.families import (
     qwen2,
     qwen3,
     smollm3,
+    starcoder2,
 )
 from dew.pretrained.families.family import Family
 from dew.pretrained.source import CheckpointError
@@ -25,7 +30,10 @@ from dew.tree import closest
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3)
+    for module in (
+        *(llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3),
+        *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
+    )
 }
 
 

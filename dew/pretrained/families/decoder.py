@@ -1,6 +1,6 @@
 """Config fields that most families of decoders share, in both directions.
 
-Entry points: `attention_of`, `mlp_of`, `windows_of`, `arguments_of` read; `model_config`,
+Entry points: `attention_of`, `own_keys_of`, `mlp_of`, `windows_of`, `arguments_of` read; `model_config`,
 `layer_config`, `kinds_config` write. A family's file says what differs: defaults, norms, biases, and fields of its own.
 """
 
@@ -33,38 +33,80 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 """What `layer_types` may say of a layer."""
 
 
+def implied_head_dim(fields: Fields, *, heads: str = "num_attention_heads", width: str = "hidden_size") -> int:
+    """Divide the width of the model by its heads.
+
+    Args:
+        fields: The config.
+        heads: Field of the heads.
+        width: Field of the width.
+
+    Raises:
+        CheckpointError: If the heads do not divide the width.
+    """
+    count, features = fields.count(heads), fields.count(width)
+    if features % count:
+        raise CheckpointError(f"{fields.where}: {width}={features} is not a multiple of {heads}={count}.")
+    return features // count
+
+
 def divided_head_dim(fields: Fields) -> int:
     """Read `head_dim`; where the config states none, the width of the model over its heads.
 
     Raises:
         CheckpointError: If the heads do not divide the width.
     """
-    heads, width = fields.count("num_attention_heads"), fields.count("hidden_size")
-    if fields.config.get("head_dim") is None and width % heads:
-        raise CheckpointError(f"{fields.where}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
-    return fields.count("head_dim", width // heads)
+    stated = fields.get("head_dim", None)
+    return implied_head_dim(fields) if stated is None else fields.count("head_dim")
 
 
-def attention_of(fields: Fields, *, head_dim: int, **options: Any) -> AttentionSpec:
+def attention_of(
+    fields: Fields, *, head_dim: int, default_key_value_heads: int | None = None, **options: Any
+) -> AttentionSpec:
     """Read the heads.
 
     Args:
         fields: The config.
         head_dim: Width of a head.
+        default_key_value_heads: Key/value heads that the config class has of its own; None means one for each head.
         **options: Further fields of the spec.
 
     Raises:
         CheckpointError: If the heads cannot share their keys evenly, or a rotated head is odd.
     """
     heads = fields.count("num_attention_heads")
-    key_value_heads = fields.count("num_key_value_heads", heads)
+    default = heads if default_key_value_heads is None else default_key_value_heads
+    key_value_heads = fields.count("num_key_value_heads", default)
     if heads % key_value_heads or head_dim % 2:
         raise CheckpointError(
             f"{fields.where}: num_attention_heads must be a multiple of num_key_value_heads and head_dim even. "
             f"Received: num_attention_heads={heads}, num_key_value_heads={key_value_heads}, head_dim={head_dim}"
         )
+    return _spec(fields, num_heads=heads, num_kv_heads=key_value_heads, head_dim=head_dim, **options)
+
+
+def own_keys_of(
+    fields: Fields, *, heads: str = "num_attention_heads", width: str = "hidden_size", **options: Any
+) -> AttentionSpec:
+    """Read heads that each have keys of their own and are together as wide as the model.
+
+    Args:
+        fields: The config.
+        heads: Field of the heads.
+        width: Field of the width.
+        **options: Further fields of the spec.
+
+    Raises:
+        CheckpointError: If the heads do not divide the width, or a rotated head is odd.
+    """
+    count = fields.count(heads)
+    head_dim = implied_head_dim(fields, heads=heads, width=width)
+    return _spec(fields, num_heads=count, num_kv_heads=count, head_dim=head_dim, **options)
+
+
+def _spec(fields: Fields, **options: Any) -> AttentionSpec:
     try:
-        return AttentionSpec(num_heads=heads, num_kv_heads=key_value_heads, head_dim=head_dim, **options)
+        return AttentionSpec(**options)
     except ValueError as error:
         raise CheckpointError(f"{fields.where}: {error}") from None
 

@@ -70,6 +70,32 @@ def _decoder_weights() -> tuple[Weight, ...]:
 DECODER_WEIGHTS = _decoder_weights()
 
 
+def decoder_weights_but(*own: Weight) -> tuple[Weight, ...]:
+    """Give Llama's names, but for the leaves of these rules."""
+    apart = {weight.path for weight in own}
+    return (*own, *(weight for weight in DECODER_WEIGHTS if weight.path not in apart))
+
+
+def linear(path: str, tensor: str, kernel: str) -> tuple[Weight, Weight]:
+    """Name the kernel of a projection and its bias, which is stored along the same dimensions of the result.
+
+    Args:
+        path: Path of the projection in a block.
+        tensor: Beginning of both names in the file.
+        kernel: Arrangement of a kernel that is stored [out, in], as `"F D -> D F"`.
+    """
+    out = kernel.split(")")[0] + ")" if kernel.startswith("(") else kernel.split()[0]
+    return (
+        Weight(f"{path}/kernel", f"{tensor}.weight", kernel),
+        Weight(f"{path}/bias", f"{tensor}.bias", f"{out} -> {out.strip('()')}"),
+    )
+
+
+def norm(path: str, tensor: str) -> tuple[Weight, Weight]:
+    """Name the scale of a norm and its bias."""
+    return Weight(f"{path}/scale", f"{tensor}.weight", "D -> D"), Weight(f"{path}/bias", f"{tensor}.bias", "D -> D")
+
+
 def uniform(values: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Reduce what the layers of a model have to one value per field.
 

@@ -12,7 +12,7 @@ from dew.pretrained.families.decoder import (
     mlp_of,
     model_config,
 )
-from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
+from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.rotary import read_rotary, write_rotary
 from dew.pretrained.recipe import fused_weights
@@ -31,8 +31,7 @@ FUSED = (
         (f"{MLP}/up_proj/kernel", "F D -> D F", "F"),
     ),
 )
-_APART = {weight.path for weight in FUSED}
-WEIGHTS = (*FUSED, *(weight for weight in DECODER_WEIGHTS if weight.path not in _APART))
+WEIGHTS = decoder_weights_but(*FUSED)
 
 
 def translate(fields: Fields) -> dict[str, Any]:

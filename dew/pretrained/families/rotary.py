@@ -66,6 +66,8 @@ def read_rotary(
     max_length: int,
     *,
     default_theta: float = DEFAULT_THETA,
+    default_fraction: float = 1.0,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
     partial: bool = False,
     kinds: Mapping[str, str] | None = None,
     default_original: int | None = None,
@@ -76,6 +78,8 @@ def read_rotary(
         fields: The config.
         max_length: Its longest context in tokens, what scalings that name no original context refer to.
         default_theta: Base of a config that states none.
+        default_fraction: Rotated part of each head in a config that states none.
+        names: Fields of the two where no parameters state them.
         partial: Whether the family may rotate a part of each head.
         kinds: Kinds of scaling that the family takes and what it means by them; None means all, as they are.
         default_original: Original context that the config class has of its own.
@@ -88,8 +92,8 @@ def read_rotary(
     if parameters is not None and older is not None and parameters != older:
         raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; keep one of them.")
     values = dict(_mapping(older if parameters is None else parameters, fields))
-    values.setdefault("rope_theta", fields.get("rope_theta", default_theta))
-    values.setdefault("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    values.setdefault("rope_theta", fields.get(names[0], default_theta))
+    values.setdefault("partial_rotary_factor", fields.get(names[1], default_fraction))
     kind = values.get("rope_type", values.get("type", "default"))
     if kinds is not None:
         if kind not in kinds:
