@@ -67,8 +67,10 @@ def live_bytes_per_device() -> dict[Any, int]:
     """
     totals: dict[Any, int] = {}
     for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            totals[shard.device] = totals.get(shard.device, 0) + shard_bytes(shard.data.shape, shard.data.dtype)
+        # Not through addressable_shards, which makes arrays of their own that the next call would count.
+        size = shard_bytes(array.shape, array.dtype, array.sharding)
+        for device in array.sharding.addressable_devices:
+            totals[device] = totals.get(device, 0) + size
     return totals
 
 
