@@ -58,7 +58,7 @@ def class_weights(y: Any, class_weight: Mapping[Any, float]) -> np.ndarray:
         raise ValueError("`class_weight` needs y with a single output.")
     classes = y.argmax(axis=-1) if y.ndim > 1 and y.shape[-1] > 1 else y.reshape(len(y))
     table = {int(key): float(value) for key, value in class_weight.items()}
-    return np.asarray([table.get(int(number), 1.0) for number in classes], np.float32)
+    return np.asarray([table.get(int(number), 1.0) for number in np.round(classes)], np.float32)
 
 
 def split_rows(arrays: Mapping[str, Any], fraction: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -73,7 +73,7 @@ class ModuleCall:
             return tuple(x), {}
         return (x,), {}
 
-    def init(self, key: jax.Array, x: Any) -> dict[str, Any]:
+    def init(self, key: jax.Array, x: Any) -> tuple[dict[str, Any], bool]:
         """Make fresh variables; traceable.
 
         Args:
@@ -81,14 +81,14 @@ class ModuleCall:
             x: Inputs of at least one row.
 
         Returns:
-            The module's collections, without what it only sows.
+            The module's collections, without what it only sows; whether it adds losses.
         """
         positional, keywords = self.arguments(x)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
         kept = {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
         kept = {"params": {}, **kept}
-        return {**kept, "params": cast_floats(kept["params"], self.variable_dtype)}
+        return {**kept, "params": cast_floats(kept["params"], self.variable_dtype)}, ADDED_LOSSES in variables
 
     def apply(
         self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool

@@ -84,8 +84,11 @@ class Engine(RestoresRuns, PlacedModel):
 
     @property
     def filling(self) -> Filling:
-        """How short batches are filled up, where nothing is trained."""
-        return "none" if self.overrides - {"predict_step"} else "copies"
+        """How short batches are filled up where nothing is trained; known once the module was traced."""
+        if self.overrides - {"predict_step"}:
+            return "none"
+        # A loss term that a module adds is computed over all rows: equal repeats leave a mean what it is.
+        return "repeats" if self.adds_losses else "copies"
 
     def training_filling(self, example: Mapping[str, Any]) -> Filling:
         """Say how short batches of a training pass are filled up.
@@ -95,8 +98,8 @@ class Engine(RestoresRuns, PlacedModel):
         """
         if self.filling == "none" or self.is_language_model:
             return self.filling
-        variables = self.abstract_variables(example) if self.variables is None else self.variables
-        return "repeats" if any(name != "params" for name in variables) else "copies"
+        variables = self.abstract_variables(example)
+        return "repeats" if any(name != "params" for name in variables) else self.filling
 
     @property
     def bound_objective(self) -> Any:
@@ -119,7 +122,7 @@ class Engine(RestoresRuns, PlacedModel):
         if self.is_language_model and isinstance(compiled.loss, str) and compiled.loss == "auto":
             self._objective = LanguageModel(self._training_module())
             return self._objective
-        if compiled.loss is None:
+        if compiled.loss is None and not self.overrides & {"compute_loss", "train_step"}:
             raise ValueError(
                 "You must give compile() a loss before fit() or evaluate(): a name such as 'mse', a keras.losses "
                 "object, or a function of (y_true, y_pred). Received: loss=None"

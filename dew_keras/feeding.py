@@ -101,12 +101,15 @@ class Feeder:
         )
         return source, None if cut is None else _Rows(cut), []
 
-    def held_out(self, data: Any, batch_size: int | None, *, like: Any = None, what: str) -> tuple[Source, list[str]]:
+    def held_out(
+        self, data: Any, batch_size: int | None, *, inherited: int | None = None, like: Any = None, what: str
+    ) -> tuple[Source, list[str]]:
         """Make the source of a validation or an evaluation.
 
         Args:
             data: (x, y), (x, y, sample_weight), or what x of `fit` may be.
-            batch_size: Rows of a batch; None is 32.
+            batch_size: Rows of a batch; None is `inherited`.
+            inherited: Rows of a training batch, which arrays take; None is 32.
             like: Source of the training rows, whose length texts take.
             what: What the data is, for the lines.
 
@@ -116,14 +119,17 @@ class Feeder:
         Raises:
             ValueError: If the data has another form.
         """
+        rows_or_inherited = inherited if batch_size is None else batch_size
         if isinstance(data, _Rows):
-            return self._source(data.arrays, batch_size, None), []
+            return self._source(data.arrays, rows_or_inherited, None), []
+        if what == "validation" and isinstance(data, list) and all(hasattr(part, "shape") for part in data):
+            data = tuple(data)  # Keras unpacks a list too
         if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], tuple):
             data = data[0]
         is_tuple = isinstance(data, tuple) and bool(data) and not isinstance(data[0], str)
         if not is_tuple and self._takes_language(data, None):
             rows = self._rows(data, _row_length(like))
-            return self._source(self._arrays(rows.arrays), batch_size, None), [f"{what}: {rows.report}"]
+            return self._source(self._arrays(rows.arrays), rows_or_inherited, None), [f"{what}: {rows.report}"]
         if not is_tuple and self._streams_language(data, None):
             return language_stream(data, self._stream_batch, sharing=self.engine.sharing), []
         if is_tuple and not 1 <= len(data) <= 3:
@@ -133,7 +139,8 @@ class Feeder:
             )
         x, y, weight = (*data, None, None)[:3] if is_tuple else (data, None, None)
         self._refuse_targets(y)
-        return keras_source(x, y, weight, batch_size=batch_size, sharing=self.engine.sharing), []
+        rows_of_batch = rows_or_inherited if is_array_tree(x) else batch_size
+        return keras_source(x, y, weight, batch_size=rows_of_batch, sharing=self.engine.sharing), []
 
     def _source(self, arrays: Mapping[str, Any], batch_size: int | None, seed: int | None) -> ArraySource:
         rows = DEFAULT_BATCH_SIZE if batch_size is None else batch_size

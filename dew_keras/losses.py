@@ -398,7 +398,8 @@ def bind_objective(
     ]
     if example.get("y") is None:
         metrics = weighted_metrics = None
-    losses = None if loss is None else LossSet(loss, loss_weights, outputs)
+    has_own_loss = compute_loss is not None and example.get("y") is None
+    losses = None if loss is None or has_own_loss else LossSet(loss, loss_weights, outputs)
     return KerasObjective(
         call=call,
         init=init,

@@ -321,14 +321,16 @@ class Model(StepMethods, WeightVerbs):
         )
         if validation_data is not None:
             held_out = validation_data
-        rows = validation_batch_size or batch_size
         validation = None
         if held_out is not None:
-            held_out, more = feeder.held_out(held_out, rows, like=source, what="validation")
+            held_out, more = feeder.held_out(
+                held_out, validation_batch_size, inherited=batch_size, like=source, what="validation"
+            )
             notes += more
-            held_out.filling = self._engine.filling
             validation = Validation(source=held_out, steps=validation_steps, frequency=validation_freq)
         source.filling = self._engine.training_filling(source.example())
+        if validation is not None:
+            validation.source.filling = self._engine.filling
         if steps_per_epoch is not None:
             source = SlicedSource(source, steps_per_epoch)
         if verbose and is_primary():
@@ -387,9 +389,9 @@ class Model(StepMethods, WeightVerbs):
         source, _ = feeder.held_out(data, batch_size, what="evaluation")
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         engine, example = self._engine, source.example()
-        source.filling = engine.filling
         engine.trainer(example)
         engine.load(example)
+        source.filling = engine.filling
         with engine.lent():
             logs = run_evaluate(
                 engine.scoring(),
@@ -481,6 +483,8 @@ class Model(StepMethods, WeightVerbs):
         check_count("steps", steps)
         check_hooks(verbose, callbacks)
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
+        if "predict_step" in self._engine.overrides:
+            source.filling = "none"
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
         compiled = self._engine.compiled

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
@@ -62,6 +63,7 @@ class PlacedModel:
         self._run: FitRun | None = None
         self.waiting = WaitingRun()
         self._init: Any = None
+        self.adds_losses = False
         self._is_closed = False
         self._is_recompiled = False
 
@@ -229,7 +231,12 @@ class PlacedModel:
                 "evaluate or predict first, or build(example_inputs)."
             )
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
-        return lambda key: self.call.init(key, x)
+
+        def init(key: jax.Array) -> Any:
+            variables, self.adds_losses = self.call.init(key, x)
+            return variables
+
+        return init
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.
@@ -257,7 +264,7 @@ class PlacedModel:
             assert self.preset is not None, "a pretrained engine has a preset"
             self._variables = self.preset.load(self.module, self.mesh, self.layout, self._storage)
             return self._variables
-        given = None if self.given_variables is None else plain(self.given_variables)
+        given = None if self.given_variables is None else plain(unfreeze(self.given_variables))
         init: Any = None
         if given is not None and example is None and not self.is_language_model:
             abstract = shapes_of(given)  # data will show the module's own

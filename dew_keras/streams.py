@@ -62,15 +62,15 @@ class IterableSource:
         self.can_skip = not is_begun
         self._largest = 0
         self.filling: Filling = "copies"
-        self._begun: tuple[Batch, Any, Iterator[Batch]] | None = None
+        self._begun: tuple[tuple[dict[str, Any], int], Any, Iterator[tuple[dict[str, Any], int]]] | None = None
 
     def example(self) -> dict[str, Any]:
-        """Return the first batch of the next pass."""
+        """Return the first batch of the next pass, not filled up."""
         if self._begun is None:
             items = iter(self._iterate(0))
-            stream = self._batches(items, 0)
+            stream = self._converted(items, 0)
             self._begun = next(stream), items, stream
-        return self._begun[0].data
+        return self._begun[0][0]
 
     def pass_over(self, epochs: int) -> None:
         """Leave out what an uninterrupted run would have read before the first pass.
@@ -96,16 +96,16 @@ class IterableSource:
         begun, self._begun = self._begun, None
         if begun is None:
             items = iter(self._iterate(epoch))
-            yield from self._batches(items, start)
+            yield from itertools.starmap(self._filled, self._converted(items, start))
             return
         first, items, stream = begun
         if not start:
-            yield first
+            yield self._filled(*first)
         elif hasattr(items, "skip"):
             items.skip(start - 1)
         else:
             stream = itertools.islice(stream, start - 1, None)
-        yield from stream
+        yield from itertools.starmap(self._filled, stream)
 
     def reseed(self, seed: int) -> None:
         """Do nothing: the object orders itself.
@@ -129,7 +129,7 @@ class IterableSource:
         )
         return 0
 
-    def _batches(self, items: Any, start: int) -> Iterator[Batch]:
+    def _converted(self, items: Any, start: int) -> Iterator[tuple[dict[str, Any], int]]:
         found = start > 0
         if start and hasattr(items, "skip"):
             items.skip(start)
@@ -142,15 +142,18 @@ class IterableSource:
             if start:
                 start -= 1
                 continue
-            if self.filling == "none":
-                self._sharing.check_unfilled(rows)
-            elif rows < self._largest and self.filling == "repeats":
-                data = repeat_rows(data, rows, self._sharing)
-            else:
-                data = fill_rows(data, rows, self._largest, always_mask=False)
-            yield Batch(self._sharing.share(data), rows)
+            yield data, rows
         if not found:
             raise ValueError(self._when_spent)
+
+    def _filled(self, data: dict[str, Any], rows: int) -> Batch:
+        if self.filling == "none":
+            self._sharing.check_unfilled(rows)
+        elif rows < self._largest and self.filling == "repeats":
+            data = repeat_rows(data, rows, self._sharing)
+        else:
+            data = fill_rows(data, rows, self._largest, always_mask=False)
+        return Batch(self._sharing.share(data), rows)
 
 
 class SlicedSource:

@@ -248,6 +248,14 @@ def _given_rows(
 
 
 def _typed(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    for name, value in rows.items():
+        if name == "loss_mask" and not np.isin(value, (0, 1)).all():
+            raise ValueError(
+                "loss_mask says for each token whether it is scored: true or false, 1 or 0. "
+                f"Received: values from {value.min()} to {value.max()}"
+            )
+        if name != "loss_mask" and value.size and not -(2**31) <= value.min() <= value.max() < 2**31:
+            raise ValueError(f"{name!r} must fit 32 bits. Received: values from {value.min()} to {value.max()}")
     return {name: value.astype(bool if name == "loss_mask" else np.int32) for name, value in rows.items()}
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from flax.core import freeze
 
 import dew_keras
 from tests.dew_keras.nets import Linear, Regularised, kernel, rows
@@ -284,3 +285,58 @@ def test_a_step_that_returns_something_else_is_refused_and_changes_nothing():
         model.fit(x, y, 8, verbose=0)
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class RowMean(dew_keras.Model):
+    """A loss and outputs that see all rows of a batch."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        """Compare with the targets."""
+        return jnp.mean((y - y_pred) ** 2)
+
+    def predict_step(self, state, data):
+        """Subtract the mean of the rows."""
+        y_pred, rest = super().predict_step(state, data)
+        return y_pred - y_pred.mean(0), rest
+
+
+def test_code_of_one_s_own_never_sees_filling_rows_whatever_the_data_comes_as():
+    x, y, _ = rows(5)
+    model = RowMean(Linear())
+    model.compile("sgd")  # a loss of its own needs none here
+    for verb in (model.fit, model.evaluate):
+        for data in ((x, y), (((x, y) for _ in range(1)),)):
+            with pytest.raises(ValueError, match="A batch of 5 rows does not divide over the 8 row shards"):
+                verb(*data, verbose=0)
+    with pytest.raises(ValueError, match="A batch of 5 rows does not divide"):
+        model.predict(x, 5, 0)
+    whole = RowMean(Linear())
+    whole.compile("sgd", mesh={"tensor": 8})
+    np.testing.assert_allclose(whole.predict(x, 5, 0).mean(0), 0, atol=1e-6)
+
+
+class Sown(nn.Module):
+    """Adds the mean of its squared outputs to the loss."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Apply a dense layer."""
+        x = nn.Dense(3, name="dense")(x)
+        self.sow("losses", "size", jnp.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize("batch", [3, 5, 8])
+def test_an_added_loss_does_not_depend_on_filling(batch):
+    x, y, _ = rows(5)
+    weight, bias = kernel()
+    losses = []
+    for mesh in (None, {"tensor": 8}):
+        model = dew_keras.Model(Sown(), variables=freeze({"params": {"dense": {"kernel": weight, "bias": bias}}}))
+        model.compile(keras.optimizers.SGD(0.1), "mse", mesh=mesh)
+        history = model.fit(x, y, batch, 2, 0, shuffle=False, validation_data=[x, y]).history
+        losses.append([*history["loss"], *history["val_loss"], model.evaluate(x, y, batch, 0)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    outputs = x @ weight + bias
+    if batch >= 5:
+        np.testing.assert_allclose(losses[1][0], np.mean((outputs - y) ** 2 + outputs**2), rtol=1e-5)
