@@ -20,7 +20,8 @@ from dew.training.optimizer import Optimizer, as_step_transformation
 from dew.training.state import TrainState, accumulation_dtype
 from dew_keras.step_methods import StepMethods
 
-STEPS = ("train_step", "test_step", "compute_metrics")
+TRAINING_STEPS = ("train_step", "compute_metrics")
+STEPS = (*TRAINING_STEPS, "test_step")
 OVERRIDABLE = (*STEPS, "predict_step", "compute_loss")
 
 

@@ -22,7 +22,7 @@ from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
-from dew_keras.custom_steps import STEPS, CustomSteps, LatestLogs, overridden
+from dew_keras.custom_steps import STEPS, TRAINING_STEPS, CustomSteps, LatestLogs, overridden
 from dew_keras.inputs import Filling
 from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
@@ -76,11 +76,16 @@ class Engine(RestoresRuns, PlacedModel):
                 "makes the logits of all tokens. Give compile() a Keras loss, such as "
                 "SparseCategoricalCrossentropy(from_logits=True)."
             )
-        if self.overrides & set(STEPS) and compiled.accumulation > 1:
+        if self._trains_by_own_step and compiled.accumulation > 1:
             raise ValueError(
                 f"{type(self._model).__name__} overrides {own}; such a step applies its update itself. Use "
-                f"accumulation=1. Received: accumulation={compiled.accumulation}"
+                "accumulation=1, and no gradient_accumulation_steps of the optimizer. Received: "
+                f"accumulation={compiled.accumulation}"
             )
+
+    @property
+    def _trains_by_own_step(self) -> bool:
+        return bool(self.overrides & set(TRAINING_STEPS))
 
     @property
     def filling(self) -> Filling:
@@ -184,8 +189,8 @@ class Engine(RestoresRuns, PlacedModel):
                 mesh=self.mesh,
                 layout=self.layout,
                 accumulation=compiled.accumulation,
-                step=None if self._steps is None else self._steps.train,
-                carry=None if self._steps is None else self._steps.fresh_metrics(),
+                step=self._steps.train if self._steps is not None and self._trains_by_own_step else None,
+                carry=self._steps.fresh_metrics() if self._steps is not None and self._trains_by_own_step else None,
                 is_eager=compiled.is_eager,
             )
         return self._trainer
@@ -212,7 +217,7 @@ class Engine(RestoresRuns, PlacedModel):
         steps, run = self._steps, self._run
         assert self._trainer is not None, "called while a fit runs"
         assert run is not None, "called while a fit runs"
-        if steps is None:
+        if steps is None or not self._trains_by_own_step:
             return Pass(logs=RunningLogs(self.report), score=self._trainer.score, finish=lambda: None)
         run.loop.state = run.loop.state.replace(carry=run.progress.carry(steps.fresh_metrics()))
         return Pass(
@@ -278,6 +283,7 @@ class Engine(RestoresRuns, PlacedModel):
                 self.state, self._run = loop.state, None
                 # An interrupt can fall between the start of a step and its count.
                 self._model.count_batches(loop.batches)
+                compiled.optimizer.show(loop.batches, compiled.accumulation, self.state)
 
     def lent(self) -> contextlib.AbstractContextManager[None]:
         """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""

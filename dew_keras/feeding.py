@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from dew.data.text import Tokenizer
+from dew.objectives.language import check_token_ids
 from dew_keras.arrays import is_array_tree, keras_arrays, split_rows
 from dew_keras.compiled import Compiled
 from dew_keras.engine import Engine
@@ -185,7 +186,10 @@ class Feeder:
 
     def _arrays(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Token rows for the token cross entropy; inputs and targets for a Keras loss on logits."""
-        return dict(arrays) if self._has_token_loss else as_keras_batch(arrays)
+        if self._has_token_loss:
+            return dict(arrays)
+        check_token_ids(self.engine.module, arrays["tokens"], positions=arrays["tokens"].shape[1] - 1)
+        return as_keras_batch(arrays)
 
     def _stream_batch(self, item: Any) -> dict[str, Any]:
         item = item[0] if isinstance(item, tuple) and len(item) == 1 else item

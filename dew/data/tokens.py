@@ -110,7 +110,7 @@ def language_rows(
     if scored == 0:
         raise ValueError(
             f"None of the {len(documents)} documents has a token to score within {width - 1} positions. "
-            "Give a larger length, or documents of two tokens and more."
+            "Give a larger length, documents of two tokens and more, or chats with a message of role 'assistant'."
         )
     cut = [0 if packing and splittable else max(len(document.tokens) - width, 0) for document in documents]
     report = RowReport(

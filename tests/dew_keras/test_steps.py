@@ -260,7 +260,7 @@ def test_own_test_and_predict_steps_are_used():
 def test_own_steps_refuse_what_they_cannot_honour():
     x, y, _ = rows(10)
     model = OwnStep(Linear())
-    with pytest.raises(ValueError, match=r"accumulation=1\. Received: accumulation=2"):
+    with pytest.raises(ValueError, match=r"accumulation=1, .* Received: accumulation=2"):
         model.compile(loss="mse", accumulation=2)
     model.compile(loss="mse")
     with pytest.raises(ValueError, match=r"A batch of 2 rows does not divide over the 8 row shards"):
@@ -340,3 +340,22 @@ def test_an_added_loss_does_not_depend_on_filling(batch):
     outputs = x @ weight + bias
     if batch >= 5:
         np.testing.assert_allclose(losses[1][0], np.mean((outputs - y) ** 2 + outputs**2), rtol=1e-5)
+
+
+def test_a_test_step_of_one_s_own_leaves_training_to_the_engine():
+    plain = fitted(accumulation=2, epochs=1)
+    own = fitted(accumulation=2, epochs=1, cls=OwnTest)
+    for name in ("loss", "mae"):
+        np.testing.assert_allclose(own[1][name], plain[1][name], rtol=1e-6)
+    assert_same((own[0], {}), (plain[0], {}))
+
+
+def test_the_user_s_own_optimizer_object_shows_how_far_a_fit_came():
+    x, y, _ = rows(8)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = keras.optimizers.SGD(schedule)
+    model = dew_keras.Model(Linear())
+    model.compile(optimizer, "mse")
+    model.fit(x, y, 4, verbose=0)
+    assert int(optimizer.iterations) == 2
+    np.testing.assert_allclose(float(optimizer.learning_rate), 0.025)
