@@ -205,16 +205,17 @@ class Layout:
         declared = {
             name for leaf in jax.tree.leaves(tree, is_leaf=is_box) if is_box(leaf) for name in leaf.names if name
         }
+        if not declared:
+            return
         known = declared | {name for name, _ in DEFAULT_RULES}
         for name, _ in self.rules:
             if name in known or name.startswith("activation_"):
                 continue
             guess = closest(name, sorted(known))
             hint = f" Did you mean {guess!r}?" if guess else ""
-            listed = ", ".join(sorted(declared)) or "none, as a plain Flax module's do"
             raise LayoutRefused(
                 f"The layout has a rule for {name!r}, but no parameter declares a dimension of that name; "
-                f"they declare {listed}.{hint} Names of activations start with 'activation_'."
+                f"they declare {', '.join(sorted(declared))}.{hint} Names of activations start with 'activation_'."
             )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:

@@ -1,0 +1,89 @@
+"""What people try in their first hour and cannot have is an error that says what to do."""
+
+import flax.linen as nn
+import keras
+import numpy as np
+import pytest
+
+import dew
+import dew_keras
+from dew.cli.main import main
+from dew.training.placing import check_alive
+from dew_keras.arrays import class_weights
+from tests.dew_keras.nets import Linear, rows
+from tests.tiny import tiny_decoder
+
+
+def test_freezing_a_model_is_refused():
+    model = dew_keras.Model(Linear())
+    model.trainable = True
+    with pytest.raises(ValueError, match=r"optax\.multi_transform"):
+        model.trainable = False
+    assert model.trainable
+
+
+def test_a_rule_for_a_dimension_that_a_module_s_own_boxes_declare_is_taken_before_data_shows_them():
+    class Declared(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(nn.initializers.ones, ("row", "column"))
+            return x @ self.param("kernel", init, (x.shape[-1], 8))
+
+    x, _, _ = rows(8)
+    model = dew_keras.Model(Declared())
+    layout = dew.Layout(rules={"column": "fsdp"}, min_shard=1, tolerance=0)
+    for _ in range(2):  # before and after the weights are there
+        model.compile("sgd", "mse", layout=layout, mesh={"fsdp": 8})
+        assert model.predict(x, verbose=0).shape == (8, 8)
+
+
+def test_class_weights_round_as_keras_does():
+    targets = np.array([0.9999, 0.0, 1.0], np.float32)
+    np.testing.assert_array_equal(class_weights(targets, {0: 10.0, 1: 2.0}), [2.0, 10.0, 2.0])
+
+
+def test_consumed_weights_are_named():
+    leaf = keras.ops.ones((2, 3))
+    check_alive({"a": leaf})
+    leaf.delete()
+    with pytest.raises(ValueError, match=r"consumed by a training run.*shape \(2, 3\)"):
+        check_alive({"a": leaf})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("train.txt", "Give a list of texts"),
+        ({"tokens": np.ones((2, 9), int), "loss_mask": np.full((2, 9), 0.5)}, "loss_mask says for each token"),
+        (np.full((2, 9), 2**33 + 5), "must fit 32 bits"),
+    ],
+)
+def test_rows_that_would_be_read_as_something_else_are_refused(data, message):
+    model = dew_keras.Model(tiny_decoder())
+    model.compile("sgd")
+    with pytest.raises(ValueError, match=message):
+        model.fit(data, verbose=0)
+
+
+def test_a_cross_entropy_by_name_and_foreign_ids_are_refused_for_logits():
+    model = dew_keras.Model(tiny_decoder())
+    with pytest.raises(ValueError, match="from_logits=True"):
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(ValueError, match="Token ids must lie in"):
+        model.evaluate(np.full((8, 9), 10**6), verbose=0)
+
+
+def test_a_mesh_that_is_too_large_says_how_to_simulate_it_and_a_planned_command_that_it_is_planned(capsys):
+    with pytest.raises(ValueError, match="xla_force_host_platform_device_count=16"):
+        dew_keras.Model(Linear()).compile("sgd", "mse", mesh=dew.MeshSpec(fsdp=16))
+    assert main(["launch"]) == 2
+    assert "not there yet" in capsys.readouterr().err
+
+
+def test_validation_data_may_come_in_batches_of_its_own():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse")
+    history = model.fit(x, y, 4, verbose=0, validation_data=((x, y) for _ in range(1)))
+    np.testing.assert_allclose(history.history["val_loss"][0], model.evaluate(x, y, verbose=0), rtol=1e-6)
