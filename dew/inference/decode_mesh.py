@@ -2,11 +2,6 @@
 
 Entry points: `decode_mesh` says which mesh, `decode_view` gives weights on it without a copy where each device holds
 its parts already, `move_leaf_by_leaf` brings them to any other mesh with one leaf twice at most.
-
-A sequence axis splits positions and a stage axis layers that run one after the other: neither splits one token of one
-row. Both become data. Weights are whole over them, so a device's parts stay where they are: nothing is sent, no memory
-is taken, rows spread over more devices. Tensor would cut the time of a token, but the training step needs the whole
-weights back; name such a mesh to have them moved.
 """
 
 from __future__ import annotations
@@ -59,7 +54,13 @@ def decode_mesh(mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None =
 
 
 def _folded(mesh: Mesh) -> Mesh:
-    """Turn the folded axes into data, each device keeping its place on the other axes."""
+    """Turn the folded axes into data, each device keeping its place on the other axes.
+
+    A sequence axis splits positions and a stage axis layers that run one after the other: neither splits one token of
+    one row. Weights are whole over them, so as data a device's parts stay where they are: nothing is sent, no memory is
+    taken, and rows spread over more devices. As tensor they would cut the time of a token, but the whole weights would
+    have to come back for the next training step: that is for a mesh named by the caller.
+    """
     if all(mesh.shape[axis] == 1 for axis in FOLDED_AXES):
         return mesh
     rows = ("data", *FOLDED_AXES)
