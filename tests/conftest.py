@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests are mostly compilation, of programs that run for milliseconds: machine code as it comes, from the compiler's
-# older emitters, takes a third of the time. Partitioning, fusion and buffers are decided before, and stay what they are.
+# older emitters, takes a third of the time. Partitioning, fusion and buffers are decided before and stay as they are.
 QUICK_COMPILATION = ["--xla_backend_optimization_level=0"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")  # Newer releases stop at flags they do not know.
