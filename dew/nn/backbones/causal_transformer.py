@@ -18,8 +18,9 @@ from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
-from dew.nn.cache import Cache, KeyValueShape, empty_cache
+from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
+from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility, causal_visibility, document_starts
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
@@ -139,7 +140,7 @@ class CausalTransformer(nn.Module):
             x = self._embedded(tokens, positions)
             around = Surroundings(causal_visibility(tokens.shape[1], segment_ids), starts=document_starts(segment_ids))
             x = self._run_layers(x, around, self._tables(positions))
-            return self._apply("norm", x)
+            return self._apply("norm", x).astype(self.dtype)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
@@ -148,7 +149,7 @@ class CausalTransformer(nn.Module):
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
         around = Surroundings(visibility, real=None if segment_ids is None else real)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
-        return self._apply("norm", x), cache
+        return self._apply("norm", x).astype(self.dtype), cache
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -193,13 +194,13 @@ class CausalTransformer(nn.Module):
         kinds = tuple((kind, len(layers)) for kind, layers in self._cache_banks().items())
         return empty_cache(kinds, batch, length, self.dtype if dtype is None else dtype)
 
-    def _cache_banks(self) -> dict[KeyValueShape, list[int]]:
+    def _cache_banks(self) -> dict[KeyValueShape | ScanShape, list[int]]:
         """Say which layers share a bank of the cache: those that keep the same.
 
         Longer than the banks of weights: writes into one bank for all layers XLA does in place, caches of one layer it
         would copy at every token.
         """
-        banks: dict[KeyValueShape, list[int]] = collections.defaultdict(list)
+        banks: dict[KeyValueShape | ScanShape, list[int]] = collections.defaultdict(list)
         for index, spec in enumerate(self.layers):
             banks[spec.mixer.cache_shape].append(index)
         return dict(banks)
@@ -234,8 +235,12 @@ class CausalTransformer(nn.Module):
         return unboxed(unfreeze(self.get_variable("params", name)))
 
     def _ready(self, part: nn.Module, weights: Any) -> Any:
-        """Cast weights to the compute dtype and gather them where they are used."""
-        weights = jax.tree.map(lambda weight: weight.astype(self.dtype), weights)
+        """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
+
+        def cast(path: Any, weight: Array) -> Array:
+            return weight if path[-1].key in WIDE_WEIGHTS else weight.astype(self.dtype)
+
+        weights = jax.tree.map_with_path(cast, weights)
         return gather_weights(weights, logical_names(part))
 
     def _apply(self, name: str, *inputs: Any) -> Any:
@@ -246,6 +251,8 @@ class CausalTransformer(nn.Module):
     def _embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
         x = scaled_rows(self._apply("embed_tokens", tokens), self.embedding)
+        if any(layer.residual_in_float32 for layer in self.layers):
+            x = x.astype(jnp.float32)
         if self.embedding.positions is None:
             return x
         return constrain(x + self._apply("embed_positions", positions), RESIDUAL_NAMES)
