@@ -104,7 +104,7 @@ def test_what_no_file_can_hold_is_named(arguments, message):
 VERBS = (
     *("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "summary"),
     *("get_weights", "set_weights", "save", "save_weights", "load_weights", "reset_metrics", "get_compile_config"),
-    *("compile_from_config", "compute_loss", "compute_metrics", "stateless_call"),
+    *("compile_from_config", "compute_loss", "compute_metrics"),
 )
 OWN_DEFAULTS = {"compile": {"optimizer", "loss", "weighted_metrics"}}
 
