@@ -192,7 +192,7 @@ def generate(
     """
     draw = _checked_draw(as_sampling(sampling), key)
     mesh = mesh_of_variables(variables, mesh)
-    refuse_unsupported_axes(mesh, "generation")
+    refuse_unsupported_axes(mesh, "generation", ("expert", "sequence", "stage"))
     layout = Layout() if layout is None else layout
     host = prompt_rows(
         prompts,
