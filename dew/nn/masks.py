@@ -7,7 +7,7 @@ for `dew.kernels.attention` without building it.
 import jax.numpy as jnp
 
 from dew.arrays import Array, Bool, Int
-from dew.kernels.attention import Visibility
+from dew.kernels.attention import Visibility, consecutive_visibility
 from dew.nn.sharding import constrain
 
 
@@ -21,11 +21,10 @@ def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = N
     Returns:
         The visibility of T queries and T keys.
     """
-    slots = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     if segment_ids is not None:
         # Every device of a sequence axis compares whole rows: gathered here, once for all layers.
         segment_ids = constrain(jnp.asarray(segment_ids), ("activation_batch", None))
-    return Visibility(query_slots=slots, key_slots=slots, query_segments=segment_ids, key_segments=segment_ids)
+    return consecutive_visibility(num_tokens, num_tokens, query_segments=segment_ids, key_segments=segment_ids)
 
 
 def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array, "B S"]) -> Visibility:
@@ -39,9 +38,7 @@ def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array,
     Returns:
         The visibility of T queries and S keys.
     """
-    query_slots = index + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    key_slots = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
     ones = jnp.ones((1, num_tokens), jnp.int32)
-    return Visibility(
-        query_slots=query_slots, key_slots=key_slots, query_segments=ones, key_segments=valid.astype(jnp.int32)
+    return consecutive_visibility(
+        num_tokens, valid.shape[1], query_start=index, query_segments=ones, key_segments=valid.astype(jnp.int32)
     )

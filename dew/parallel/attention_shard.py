@@ -4,11 +4,10 @@ Entry point: `AttentionShard`, what every exchange receives inside the `shard_ma
 """
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from dew.arrays import Array, Float, Int
-from dew.kernels.attention import Implementation, Visibility, attention
+from dew.kernels.attention import Implementation, attention, consecutive_visibility
 
 
 @struct.dataclass
@@ -22,11 +21,13 @@ class AttentionShard:
         key: Rotated keys of the slice.
         value: Values of the slice.
         segments: Document numbers of all positions, which every device holds; None when all are one document.
+        sinks: Logit of each query head that joins its softmax without a value; None means none.
         axis: Mesh axis that splits the positions.
         shards: Its size.
         scale: Factor on the logits.
         softcap: Bound of the logits; None leaves them.
         window: How many tokens a token reads, itself included; None means all before it.
+        chunk: Length of the blocks of tokens that a token reads its own of; None means all.
         implementation: Kernel of `dew.kernels.attention`.
     """
 
@@ -34,11 +35,13 @@ class AttentionShard:
     key: Float[Array, "B t K H"]
     value: Float[Array, "B t K H"]
     segments: Int[Array, "#B T"] | None
+    sinks: Float[Array, "N"] | None
     axis: str = struct.field(pytree_node=False)
     shards: int = struct.field(pytree_node=False)
     scale: float = struct.field(pytree_node=False)
     softcap: float | None = struct.field(pytree_node=False, default=None)
     window: int | None = struct.field(pytree_node=False, default=None)
+    chunk: int | None = struct.field(pytree_node=False, default=None)
     implementation: Implementation = struct.field(pytree_node=False, default="auto")
 
     @property
@@ -50,7 +53,16 @@ class AttentionShard:
         """Number of this device's slice."""
         return jax.lax.axis_index(self.axis)
 
-    def attend(self, query: Array, key: Array, value: Array, *, first_query: Array | int, first_key: Array | int):
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        first_query: Array | int,
+        first_key: Array | int,
+        sinks: Array | None,
+    ) -> Float[Array, "B t N H"]:
         """Attend from consecutive queries to consecutive keys.
 
         Args:
@@ -60,15 +72,20 @@ class AttentionShard:
             first_query: Position of the first query.
             first_key: Position of the first key.
 
+            sinks: Logit of each of these heads; None means none.
+
         Returns:
             The mixed values, shaped as `query`.
         """
-        visibility = Visibility(
-            query_slots=_slots(first_query, query),
-            key_slots=_slots(first_key, key),
+        visibility = consecutive_visibility(
+            query.shape[1],
+            key.shape[1],
+            query_start=first_query,
+            key_start=first_key,
             query_segments=self._segments_from(first_query, query.shape[1]),
             key_segments=self._segments_from(first_key, key.shape[1]),
             window=self.window,
+            chunk=self.chunk,
         )
         return attention(
             query,
@@ -77,6 +94,7 @@ class AttentionShard:
             visibility=visibility,
             scale=self.scale,
             softcap=self.softcap,
+            sinks=sinks,
             implementation=self.implementation,
         )
 
@@ -84,7 +102,3 @@ class AttentionShard:
         if self.segments is None or length == self.segments.shape[1]:
             return self.segments
         return jax.lax.dynamic_slice_in_dim(self.segments, first, length, 1)
-
-
-def _slots(first: Array | int, x: Array) -> Int[Array, "1 T"]:
-    return (first + jnp.arange(x.shape[1], dtype=jnp.int32))[None]

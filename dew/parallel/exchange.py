@@ -41,6 +41,7 @@ def sequence_attention(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N H"]:
     """Attend within rows whose positions are split over the mesh in context.
@@ -55,6 +56,7 @@ def sequence_attention(
         visibility: Segments and window of whole rows, as `dew.nn.masks.causal_visibility` gives them.
         scale: Factor on the logits.
         softcap: Bound of the logits; None leaves them.
+        sinks: Logit of each query head that joins its softmax without a value; None means none.
         implementation: Kernel of `dew.kernels.attention`.
 
     Returns:
@@ -72,7 +74,7 @@ def sequence_attention(
         raise LayoutRefused(refused_length(length, shards, 1))
     segments = visibility.query_segments
 
-    def run(query: Array, key: Array, value: Array, segments: Array | None) -> Array:
+    def run(query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None) -> Array:
         if heads is not None and kv_heads is None:
             key, value = (_heads_of_group(x, query.shape[2], mesh, heads) for x in (key, value))
         shard = AttentionShard(
@@ -80,11 +82,13 @@ def sequence_attention(
             key,
             value,
             segments,
+            sinks,
             axis=AXIS,
             shards=shards,
             scale=scale,
             softcap=softcap,
             window=visibility.window,
+            chunk=visibility.chunk,
             implementation=implementation,
         )
         if query.shape[2] % shards == 0:
@@ -98,11 +102,11 @@ def sequence_attention(
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(by_query, by_key, by_key, None if segments is None else of_rows),
+        in_specs=(by_query, by_key, by_key, of_rows, PartitionSpec(heads)),
         out_specs=by_query,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
-    )(query, key, value, segments)
+    )(query, key, value, segments, sinks)
 
 
 def refused_length(length: int, shards: int, chunks: int) -> str:

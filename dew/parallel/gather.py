@@ -23,7 +23,7 @@ def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     chunks = to_stripes(shard.query, shard.axis, shard.shards)
     starts = stripe_starts(shard.index(), shard.slice_length, shard.shards)
     early, late = (
-        shard.attend(chunk, key, value, first_query=start, first_key=0)
+        shard.attend(chunk, key, value, first_query=start, first_key=0, sinks=shard.sinks)
         for chunk, start in zip(chunks, starts, strict=True)
     )
     return from_stripes(early, late, shard.axis, shard.shards)

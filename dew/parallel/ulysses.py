@@ -26,7 +26,10 @@ def ulysses_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     repeats = traded_kv_heads(shard.key.shape[2], shard.shards) // shard.key.shape[2]
     pairs = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (shard.key, shard.value))
     query, key, value = (_trade(x, shard.axis, given=2, taken=1) for x in (shard.query, *pairs))
-    mixed = shard.attend(query, key, value, first_query=0, first_key=0)
+    sinks = shard.sinks
+    if sinks is not None:
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, shard.index() * query.shape[2], query.shape[2])
+    mixed = shard.attend(query, key, value, first_query=0, first_key=0, sinks=sinks)
     return _trade(mixed, shard.axis, given=1, taken=2)
 
 

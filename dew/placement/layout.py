@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -332,26 +332,23 @@ def _divisors_descending(count: int) -> list[int]:
     return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
 
 
-def refuse_unsupported_axes(mesh: Mesh, what: str, axes: Sequence[str] = ("expert", "stage")) -> None:
+def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
     """Refuse a mesh with an axis that no model runs on.
 
     Args:
         mesh: A mesh with the six axes.
         what: What was to run, for the error: "training" or "loading".
-        axes: The axes it does not run on.
 
     Raises:
-        LayoutRefused: If one of them is larger than 1.
+        LayoutRefused: If expert or stage is larger than 1.
     """
-    runs = [axis for axis in ("data", "fsdp", "tensor", "sequence") if axis not in axes]
-    split = f"{', '.join(runs[:-1])} and {runs[-1]}"
-    for axis in axes:
+    for axis in ("expert", "stage"):
         size = mesh.shape[axis]
         if size > 1:
-            sizes = {name: mesh.shape[name] for name in runs if name != "data"}
-            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in axes)
+            sizes = {name: mesh.shape[name] for name in ("fsdp", "tensor", "sequence")}
+            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in ("expert", "stage"))
             named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
             raise LayoutRefused(
-                f"{what} on a mesh with {axis}={size} is not available yet: it splits over {split}. "
-                f"Use MeshSpec({named}) on the same devices."
+                f"{what} on a mesh with {axis}={size} is not available yet: models split over data, fsdp, tensor and "
+                f"sequence. Use MeshSpec({named}) on the same devices."
             )

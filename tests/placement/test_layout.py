@@ -211,12 +211,6 @@ def test_axes_that_nothing_runs_on_are_refused_with_a_mesh_that_runs(axis):
     refuse_unsupported_axes(build_mesh(MeshSpec(tensor=2, sequence=2)), "Training")
 
 
-def test_what_runs_on_fewer_axes_names_them():
-    mesh = build_mesh(MeshSpec(sequence=2, tensor=2))
-    with pytest.raises(LayoutRefused, match=r"it splits over data, fsdp and tensor. Use MeshSpec\(fsdp=2, tensor=2\)"):
-        refuse_unsupported_axes(mesh, "generation", ("expert", "sequence", "stage"))
-
-
 def test_explain_gives_the_reason_by_heads():
     mesh = build_mesh(MeshSpec(fsdp=4, tensor=2))
     explained = FULL.explain(mesh, decoder(N=9, K=3), view())
