@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from dew.arrays import Array, Bool, Float
 from dew.kernels.causal_convolution import causal_convolution
 from dew.kernels.ssd import read_state, remaining, ssd
+from dew.placement.layout import LayoutRefused
 from dew.placement.rules import DEFAULT_RULES, resolve
 
 ROWS, LENGTH = "activation_batch", "activation_length"
@@ -129,8 +130,8 @@ def sharded_convolve_and_scan(
         The outputs and the last state, float32; no state where positions are split.
 
     Raises:
-        ValueError: If the sequence axis does not divide the length, or leaves slices that are shorter than the reach of
-            the convolution.
+        LayoutRefused: If the sequence axis does not divide the length, or leaves slices that are shorter than the
+            reach of the convolution.
     """
     if mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) >= set(mesh.axis_names):
         return convolve_and_scan(streams, dt, weights, activation=activation, starts=starts, before=before, state=state)
@@ -155,13 +156,13 @@ def check_length(length: int, slices: int, taps: int) -> None:
         taps: Taps W of the convolution.
 
     Raises:
-        ValueError: Naming the nearest length that works.
+        LayoutRefused: Naming the nearest length that works.
     """
     least = max(taps - 1, 1)
     if slices == 1 or (length % slices == 0 and length // slices >= least):
         return
     nearest = max(round(length / slices), least) * slices
-    raise ValueError(
+    raise LayoutRefused(
         f"Mamba-2 layers on sequence={slices} need a length that {slices} divides into slices of at least {least} "
         f"tokens (their convolution reads {least} tokens back). The nearest such length is {nearest}. "
         f"Received: length={length}"

@@ -16,6 +16,7 @@ from dew.parallel.ssm_scan import (
     sharded_convolve_and_scan,
     shift_bytes,
 )
+from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from tests.tools.test_collectives import tool
 
@@ -122,5 +123,5 @@ def test_the_mesh_refuses_before_it_computes():
     cut = Streams(*(each[:, :39] for each in streams))
     with jax.set_mesh(build_mesh(MeshSpec(sequence=8))):
         scan = functools.partial(sharded_convolve_and_scan, jax.sharding.get_abstract_mesh(), activation=jax.nn.silu)
-        with pytest.raises(ValueError, match="nearest such length is 40"):
+        with pytest.raises(LayoutRefused, match="nearest such length is 40"):
             scan(cut, dt[:, :39], weights)

@@ -165,7 +165,11 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("cohere2", {"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is in use"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
         ("glm4", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
-        ("mamba2", {"num_heads": 6}, r"num_heads \* head_dim must be expand \* hidden_size = 64\. Received: num_heads=6"),
+        (
+            "mamba2",
+            {"num_heads": 6},
+            r"num_heads \* head_dim must be expand \* hidden_size = 64\. Received",
+        ),
         ("mamba2", {"n_groups": 3}, "num_heads a multiple of num_groups"),
         ("mamba2", {"hidden_act": "gelu_fast"}, "hidden_act='gelu_fast' is not supported"),
         ("mamba2", {"time_step_limit": [0.1]}, r"time_step_limit must be two numbers\. Received: .*\[0\.1\]"),
@@ -305,8 +309,6 @@ def test_a_model_of_another_kind_is_not_written_as_these():
     llama = describe(FIXTURES / "llama").module
     with pytest.raises(ValueError, match="a Mamba-2 config has a scan alone in every layer"):
         export_config(llama, {"model_type": "mamba2"})
-    with pytest.raises(ValueError, match="a Bamba config has Mamba-2 layers"):
-        export_config(llama, {"model_type": "bamba"})
     with pytest.raises(ValueError, match=r"llama: the block does not attend\. .* no mlp|llama: .*mlp in every layer"):
         export_config(describe(FIXTURES / "mamba2").module, {"model_type": "llama"})
 

@@ -95,7 +95,11 @@ TAPS = fused_weights(
 
 
 def test_parts_of_one_tensor_may_have_rows_of_their_own_shape():
-    shapes = {"params/layers_0_1/x": (2, 4, 3, 2), "params/layers_0_1/b": (2, 2, 5, 2), "params/layers_0_1/dt": (2, 7, 2)}
+    shapes = {
+        "params/layers_0_1/x": (2, 4, 3, 2),
+        "params/layers_0_1/b": (2, 2, 5, 2),
+        "params/layers_0_1/dt": (2, 7, 2),
+    }
     found = recipes(TAPS, shapes, VIEW)
     assert [(recipe.cut, recipe.tensor_shape) for recipe in found] == [
         (Cut(0, start, 29), (29, 1, 2)) for start in (0, 12, 22)

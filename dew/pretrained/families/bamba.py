@@ -17,7 +17,15 @@ from dew.pretrained.families.decoder import (
 from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but, linear
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.rotary import read_rotary, write_rotary
-from dew.pretrained.families.scanning import HYBRID_FIELDS, read_scan, scan_weights, uniform_over, write_scan
+from dew.pretrained.families.scanning import (
+    HYBRID_FIELDS,
+    UNATTENDED,
+    UNSCANNED,
+    read_scan,
+    scan_weights,
+    uniform_over,
+    write_scan,
+)
 from dew.pretrained.recipe import Weight
 from dew.pretrained.source import CheckpointError
 
@@ -68,8 +76,6 @@ def _attending(fields: Fields, count: int) -> set[int]:
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `BambaConfig`."""
     scanning = [layer for layer in module.layers if isinstance(layer.mixer, Mamba2Spec)]
-    if not scanning:
-        raise ValueError("a Bamba config has Mamba-2 layers. Received: attention in every layer")
     attending = [layer for layer in module.layers if layer not in scanning]
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 
@@ -97,8 +103,8 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     indices = [index for index, layer in enumerate(module.layers) if layer in attending]
     return {
         **model_config(module),
-        **uniform_over(scanning, scan),
-        **uniform_over(attending, attention),
+        **(uniform_over(scanning, scan) or UNSCANNED),
+        **(uniform_over(attending, attention) or UNATTENDED),
         **uniform_over(module.layers, shared),
         "attn_layer_indices": indices,
     }

@@ -22,7 +22,15 @@ from dew.pretrained.families.decoder import (
 from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.rotary import read_rotary, write_rotary
-from dew.pretrained.families.scanning import HYBRID_FIELDS, read_scan, scan_weights, uniform_over, write_scan
+from dew.pretrained.families.scanning import (
+    HYBRID_FIELDS,
+    UNATTENDED,
+    UNSCANNED,
+    read_scan,
+    scan_weights,
+    uniform_over,
+    write_scan,
+)
 from dew.pretrained.recipe import Weight, fused_weights
 from dew.pretrained.source import CheckpointError
 
@@ -132,12 +140,10 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
         assert isinstance(layer.mixer, Mamba2Spec), "chosen above"
         return write_scan(layer.mixer, module.features, FIELDS)
 
-    # The config class checks sizes of a scan also where no layer has one.
-    unused = {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
     return {
         **model_config(module),
-        **(uniform_over(scanning, scan) or unused),
-        **uniform_over(attending, attention),
+        **(uniform_over(scanning, scan) or UNSCANNED),
+        **(uniform_over(attending, attention) or UNATTENDED),
         **uniform_over(module.layers, shared),
         "layer_types": ["linear_attention" if layer in scanning else "full_attention" for layer in module.layers],
         "num_local_experts": 0,

@@ -19,6 +19,10 @@ from dew.pretrained.source import CheckpointError
 
 MAMBA = "params/layers_{i}/mamba"
 UNBOUNDED = (0.0, math.inf)
+UNATTENDED = {"num_attention_heads": 1, "num_key_value_heads": 1}
+"""Heads in the config of a hybrid without attention: its class asks for them."""
+UNSCANNED = {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
+"""Sizes of the scan in the config of a hybrid without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
