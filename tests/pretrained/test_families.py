@@ -195,7 +195,8 @@ def test_absent_fields_of_gpt_neox_mean_a_quarter_in_parallel(copied):
 def test_the_published_config_of_gpt2_is_understood(copied):
     names = ("n_inner", "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
     summary = {"summary_type": "cls_index", "summary_first_dropout": 0.1, "n_ctx": 64, "attn_pdrop": 0.1}
-    module = describe(copied("gpt2", **dict.fromkeys(names, "absent"), **summary)).module
+    with pytest.warns(UserWarning, match=r"attn_pdrop=0\.1, .*: no dropout is applied here, in training either"):
+        module = describe(copied("gpt2", **dict.fromkeys(names, "absent"), **summary)).module
     assert (module.layers[0].mlp.features, module.tie_embeddings, module.embedding.positions) == (128, True, 64)
     assert [layer.attention.scale for layer in module.layers] == [None] * 3
 
@@ -212,12 +213,29 @@ def test_gpt2_may_leave_out_the_width_of_a_head(by_depth, want, copied):
 def test_the_published_config_of_starcoder2_is_understood(copied):
     dropout = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.1)
     also = {"norm_type": "layer_norm", "mlp_type": "default", "tie_word_embeddings": "absent"}
-    module = describe(copied("starcoder2", **dropout, **also, num_key_value_heads="absent", use_bias=False)).module
+    with pytest.warns(UserWarning, match=r"attention_dropout=0\.1, residual_dropout=0\.1, embedding_dropout=0\.1"):
+        module = describe(copied("starcoder2", **dropout, **also, num_key_value_heads="absent", use_bias=False)).module
     attention = module.layers[0].attention
     assert (module.tie_embeddings, attention.num_kv_heads, attention.window) == (True, 2, 8)
     assert not attention.bias
     assert not attention.out_bias
     assert not module.layers[0].mlp.bias
+
+
+@pytest.mark.parametrize("rate", [1, -0.1, "0.1", True])
+def test_a_rate_of_dropout_that_is_none_is_refused(copied, rate):
+    with pytest.raises(CheckpointError, match="resid_pdrop must be from 0 up to 1"):
+        describe(copied("gpt2", resid_pdrop=rate))
+
+
+@pytest.mark.parametrize("name, count", [("mistral", 8), ("glm4", 2), ("llama", 16)])
+def test_absent_and_null_key_value_heads_are_those_of_the_config_class(copied, name, count):
+    fields = {"num_attention_heads": 16, "hidden_size": 128}
+    config = json.loads((FIXTURES / name / "config.json").read_text()) | fields
+    for null, want in ((False, count), (True, 16)):
+        config.pop("num_key_value_heads", None)
+        arguments = FAMILIES[name].translate(Fields({**config, **({"num_key_value_heads": None} if null else {})}, "x"))
+        assert arguments["layers"][0].attention.num_kv_heads == want
 
 
 def test_starcoder2_without_a_window_has_none(copied):

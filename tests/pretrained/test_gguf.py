@@ -100,7 +100,7 @@ def test_any_slice_of_a_reordered_tensor_is_that_slice(tmp_path_factory, data):
     [
         ({"expert_count": 8}, r"llama\.expert_count=8"),
         ({"attention.sliding_window": 4096}, r"not supported: llama\.attention\.sliding_window=4096"),
-        ({"rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn' is not supported"),
+        ({"rope.scaling.type": "ntk"}, r"rope\.scaling\.type='ntk' is not supported"),
         ({"rope.scaling.type": "linear"}, r"the metadata lacks llama\.rope\.scaling\.factor"),
         ({"attention.key_length": 16}, "heads that rotate in part"),
         ({"attention.layer_norm_rms_epsilon": None}, r"lacks llama\.attention\.layer_norm_rms_epsilon"),

@@ -75,7 +75,9 @@ def attention_of(
         CheckpointError: If the heads cannot share their keys evenly, or a rotated head is odd.
     """
     heads = fields.count("num_attention_heads")
-    default = heads if default_key_value_heads is None else default_key_value_heads
+    # The config classes take null as one for each head, and their own default for an absent field alone.
+    null = default_key_value_heads is None or "num_key_value_heads" in fields.config
+    default = heads if null else default_key_value_heads
     key_value_heads = fields.count("num_key_value_heads", default)
     if heads % key_value_heads or head_dim % 2:
         raise CheckpointError(
@@ -144,7 +146,11 @@ def windows_of(fields: Fields, default_kinds: Sequence[str], window: int | None)
         CheckpointError: If the field names something else, or a window that the config lacks.
     """
     kinds = fields.get("layer_types", list(default_kinds))
-    if not isinstance(kinds, list) or len(kinds) != len(default_kinds) or not set(kinds) <= set(LAYER_KINDS):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default_kinds)
+        or not all(isinstance(kind, str) and kind in LAYER_KINDS for kind in kinds)
+    ):
         raise CheckpointError(
             f"{fields.where}: layer_types must say {' or '.join(LAYER_KINDS)} for each of {len(default_kinds)} layers. "
             f"Received: layer_types={str(kinds)[:200]}"
