@@ -56,7 +56,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     norm, max_length = norm_of(fields), fields.count("max_position_embeddings", 8192)
     attention = heads_of(fields, rotary=read_rotary(fields, max_length))
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", choices=ACTIVATIONS)
-    layers = (LayerSpec(attention=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
+    layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
     arguments = tied_arguments(fields, layers, norm=norm, max_length=max_length)
     fields.finish({**NEUTRAL, "hidden_activation": (None, "gelu_pytorch_tanh")})
     return arguments

@@ -45,7 +45,7 @@ def layer_of(fields: Fields, norm: NormSpec, **attention: Any) -> LayerSpec:
     """
     scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
     mlp = mlp_of(fields, name="hidden_activation", default="gelu_pytorch_tanh")
-    return LayerSpec(attention=heads_of(fields, scale=scale, **attention), mlp=mlp, norm=norm, placement="both")
+    return LayerSpec(mixer=heads_of(fields, scale=scale, **attention), mlp=mlp, norm=norm, placement="both")
 
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
