@@ -116,6 +116,17 @@ def test_fields_that_change_the_computation_are_refused_by_name(written, fields,
         describe(path)
 
 
+@pytest.mark.parametrize("count", [3, 0, "many"])
+def test_a_part_of_a_split_file_says_what_to_do(tmp_path, count):
+    writer = gguf.GGUFWriter(tmp_path / "a-00001-of-00003.gguf", "llama")
+    (writer.add_string if isinstance(count, str) else writer.add_uint16)("split.count", count)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"is one of {count} files of a checkpoint\. Join them first"):
+        describe(tmp_path / "a-00001-of-00003.gguf")
+
+
 def test_linear_scaling_is_read(written):
     rotary = describe(written(fields={"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})).module.layers[0]
     assert rotary.attention.rotary.scaling.factor == 4.0

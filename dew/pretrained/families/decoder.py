@@ -29,6 +29,7 @@ ACTIVATIONS = {
 """Name of an activation in a config, to ours; the first name of each is the one that is written."""
 
 
+MAX_HEAD_DIM = 65_536
 LAYER_KINDS = ("full_attention", "sliding_attention")
 """What `layer_types` may say of a layer."""
 
@@ -107,6 +108,8 @@ def own_keys_of(
 
 
 def _spec(fields: Fields, **options: Any) -> AttentionSpec:
+    if options["head_dim"] > MAX_HEAD_DIM:  # tables of frequencies are made from it
+        raise CheckpointError(f"{fields.where}: heads of {options['head_dim']} dimensions; at most {MAX_HEAD_DIM}.")
     try:
         return AttentionSpec(**options)
     except ValueError as error:

@@ -143,7 +143,7 @@ def positive(value: Any, name: str, where: object) -> float:
     """Check a positive finite number."""
     # A whole number of JSON may be too long for a float.
     if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
-        raise CheckpointError(f"{where}: {name} must be a positive number. Received: {name}={str(value)[:80]!r}")
+        raise CheckpointError(f"{where}: {name} must be a positive number. Received: {name}={repr(value)[:80]}")
     return float(value)
 
 

@@ -34,7 +34,7 @@ def heads_of(fields: Fields, **options: Any) -> AttentionSpec:
 
     Args:
         fields: The config.
-        **options: Further fields of the spec.
+        **options: Further arguments of `attention_of`.
     """
     bias = fields.flag("attention_bias", False)
     return attention_of(fields, head_dim=fields.count("head_dim", 256), bias=bias, out_bias=bias, **options)
@@ -54,7 +54,7 @@ def tied_arguments(fields: Fields, layers: tuple[LayerSpec, ...], **more: Any) -
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `GemmaConfig`."""
     norm, max_length = norm_of(fields), fields.count("max_position_embeddings", 8192)
-    attention = heads_of(fields, rotary=read_rotary(fields, max_length))
+    attention = heads_of(fields, default_key_value_heads=16, rotary=read_rotary(fields, max_length))
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", choices=ACTIVATIONS)
     layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
     arguments = tied_arguments(fields, layers, norm=norm, max_length=max_length)

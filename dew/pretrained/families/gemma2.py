@@ -45,7 +45,8 @@ def layer_of(fields: Fields, norm: NormSpec, **attention: Any) -> LayerSpec:
     """
     scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
     mlp = mlp_of(fields, name="hidden_activation", default="gelu_pytorch_tanh")
-    return LayerSpec(mixer=heads_of(fields, scale=scale, **attention), mlp=mlp, norm=norm, placement="both")
+    heads = heads_of(fields, default_key_value_heads=4, scale=scale, **attention)
+    return LayerSpec(mixer=heads, mlp=mlp, norm=norm, placement="both")
 
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:

@@ -120,8 +120,13 @@ def rotary_of(values: dict[str, Any], max_length: int, where: object, *, partial
         raise CheckpointError(f"{where}: partial_rotary_factor must not exceed 1. Received: {fraction}")
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
-    scaling = None if kind == "default" else _scaling(kind, values, max_length, where)
-    return RotarySpec(theta=theta, scaling=scaling, fraction=fraction)
+    try:
+        scaling = None if kind == "default" else _scaling(kind, values, max_length, where)
+        return RotarySpec(theta=theta, scaling=scaling, fraction=fraction)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def read_rotaries(fields: Fields, max_length: int, bases: dict[str, tuple[str, float]]) -> dict[str, RotarySpec]:
@@ -237,6 +242,11 @@ def _scaling(kind: Any, values: dict[str, Any], max_length: int, where: object) 
     }
     if kind != "linear":
         arguments["original_max_length"] = int(arguments.get("original_max_length", max_length))
+        if arguments["original_max_length"] < 2:
+            raise CheckpointError(
+                f"{where}: rope_type={kind!r} needs an original context of 2 tokens or more. Received: "
+                f"{arguments['original_max_length']}"
+            )
     if kind == "longrope" and "attention_factor" not in arguments:
         original = arguments["original_max_length"]
         stretch = max_length / original if values.get("factor") is None else positive(values["factor"], "factor", where)
@@ -259,4 +269,4 @@ def _value(value: Any, name: str, where: object) -> Any:
 
 def longrope_factor(stretch: float, original: int) -> float:
     """Factor on cos and sin of a context stretched from `original` tokens."""
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return 1.0 if stretch <= 1 or original < 2 else math.sqrt(1 + math.log(stretch) / math.log(original))
