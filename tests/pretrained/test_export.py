@@ -21,8 +21,8 @@ from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in
 from tests.tiny import tiny_decoder, tiny_layer
 
 SPLIT = Layout(min_shard=1, tolerance=0.5)
-SLACK = 400_000
-"""Bytes of what Python holds beside the arrays."""
+SLACK = 4_000_000
+"""Bytes of what Python makes beside the arrays, as it traces the model."""
 
 
 def same(got, want):
@@ -85,7 +85,7 @@ def test_large_models_are_split_with_the_index_last(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("storage", [{}, {"scan_layers": False}], ids=str)
 def test_a_save_holds_one_leaf_on_the_host_and_none_when_it_is_done(tmp_path, storage):
-    module = tiny_decoder(num_layers=8, features=256, **storage)
+    module = tiny_decoder(num_layers=8, features=2048, **storage)
     variables = initialised(module)
     abstract = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     shardings = SPLIT.shardings(build_mesh(MeshSpec(fsdp=8)), abstract)
