@@ -168,6 +168,19 @@ def test_a_mesh_trains_as_one_device(name, mesh):
         assert wanted <= {axis for entry in spec for axis in np.atleast_1d(entry) if axis}, f"{path} is placed {spec}"
 
 
+def test_a_residual_stream_in_float32_keeps_what_bfloat16_rounds_away():
+    module, variables, want = model("mamba")
+    wide = tuple(dataclasses.replace(layer, residual_in_float32=True) for layer in module.layers)
+
+    def error(layers):
+        narrow = module.clone(layers=layers, dtype="bfloat16")
+        got = np.asarray(jax.jit(narrow.apply)(variables, TOKENS), np.float64)
+        return np.sqrt(np.mean((got - want) ** 2))
+
+    assert error(wide) < 0.9 * error(module.layers)
+    assert_close(jax.jit(module.clone(layers=wide).apply)(variables, TOKENS), want)
+
+
 @pytest.mark.parametrize("spec", [GROUPED, SHARED], ids=["groups split", "groups whole"])
 def test_on_a_tensor_mesh_a_layer_sends_its_output_and_the_sums_of_its_norm(spec):
     module = tiny_decoder(layers=(LayerSpec(mixer=spec, mlp=None, norm=NORM),) * 3)
