@@ -79,7 +79,9 @@ def _in_reach(num_queries, key, value, visibility):
         return jax.lax.dynamic_slice_in_dim(x, first, reach, axis)
 
     segments = None if visibility.key_segments is None else cut(visibility.key_segments, 1)
-    visibility = visibility.replace(key_slots=cut(visibility.key_slots, 1), key_segments=segments, offset=None)
+    visibility = visibility.replace(
+        key_slots=cut(visibility.key_slots, 1), key_segments=segments, offset=None, key_start=None
+    )
     return cut(key, 2), cut(value, 2), visibility
 
 
@@ -118,7 +120,7 @@ def _chunked(query, key, value, visibility, scale, softcap, dtype):
     @jax.checkpoint
     def one(chunk):
         query_chunk, slots, segments = chunk
-        rows = visibility.replace(query_slots=slots, query_segments=segments, offset=None)
+        rows = visibility.replace(query_slots=slots, query_segments=segments, offset=None, key_start=None)
         return _dense(query_chunk, key, value, rows, scale, softcap, dtype)
 
     segments = None if visibility.query_segments is None else chunks(visibility.query_segments)

@@ -10,12 +10,13 @@ from typing import Any, Literal
 from flax import linen as nn
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import Implementation, Visibility, attention
+from dew.kernels.attention import Implementation, Visibility
 from dew.nn.cache import LayerCache
 from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain
+from dew.parallel.attention_kernel import sharded_attention
 
 QUERY_NAMES = ("activation_batch", "activation_length", "activation_heads", None)
 KEY_NAMES = ("activation_batch", "activation_length", "activation_kv", None)
@@ -80,7 +81,7 @@ class SelfAttention(nn.Module):
         features: Width of the residual stream.
         spec: Heads, biases, norms, rotary.
         param_dtype: Storage dtype of the weights.
-        implementation: Kernel of `dew.kernels.attention`.
+        implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
     """
 
     features: int
@@ -125,14 +126,14 @@ class SelfAttention(nn.Module):
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         else:
             cache, key, value = cache.append(key, value)
-        mixed = attention(
+        mixed = sharded_attention(
             query,
             key,
             value,
             visibility=dataclasses.replace(visibility, window=self.spec.window),
             scale=self.spec.logit_scale,
             softcap=self.spec.softcap,
-            implementation=self.implementation,
+            implementation=self.implementation if cache is None else "auto",
         )
         return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
 
