@@ -7,19 +7,18 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import jax
 from flax import linen as nn
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
-from dew.nn.cache import LayerCache
+from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain
 from dew.parallel.attention_kernel import sharded_attention
-
-QUERY_NAMES = ("activation_batch", "activation_length", "activation_heads", None)
-KEY_NAMES = ("activation_batch", "activation_length", "activation_kv", None)
+from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +72,11 @@ class AttentionSpec:
         """Factor on the logits."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def cache_shape(self) -> KeyValueShape:
+        """What a cache keeps for the layer."""
+        return KeyValueShape(num_heads=self.num_kv_heads, head_dim=self.head_dim)
+
 
 class SelfAttention(nn.Module):
     """Attend within a row, causally.
@@ -122,11 +126,15 @@ class SelfAttention(nn.Module):
             The projected mixture, and the cache after the new keys.
         """
         query, key, value = self._heads(x, rotary)
-        if cache is None:
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
+        if cache is not None:
             cache, key, value = cache.append(key, value)
-        mixed = sharded_attention(
+            attend = sharded_attention
+        elif splits_positions(jax.sharding.get_abstract_mesh()):
+            attend = sequence_attention
+        else:
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            attend = sharded_attention
+        mixed = attend(
             query,
             key,
             value,

@@ -7,11 +7,15 @@ from dew.nn.attention_report import accelerator_named, attention_report
 from dew.planning import estimate_bytes, plan_text, planned_mesh
 from tests.tiny import tiny_decoder, tiny_layer
 
+
 def test_each_kind_of_layer_has_a_line_with_its_kernel_and_reasons():
     module = tiny_decoder(layers=(tiny_layer(), tiny_layer(window=8), tiny_layer()), dtype="bfloat16")
     hopper = accelerator_named("cuda:9.0")
     dense, windowed = attention_report(module, num_tokens=128, device=hopper)
-    assert dense == "attention of 2 layers of 128 tokens, bfloat16: cudnn (not tpu: the device is a cuda, heads are 8 wide)"
+    assert (
+        dense
+        == "attention of 2 layers of 128 tokens, bfloat16: cudnn (not tpu: the device is a cuda, heads are 8 wide)"
+    )
     assert windowed.startswith("attention of 1 layer of 128 tokens, window 8, bfloat16: cudnn (")
     packed = attention_report(module, num_tokens=127, packed=True, device=hopper)
     assert "of 127 tokens in documents, bfloat16: xla (not cudnn: documents or chunks of 1 rows need" in packed[0]
