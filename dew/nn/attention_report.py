@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dew.kernels.attention_choice import Accelerator, AttentionCall, accelerator, attention_choice
+from dew.nn.attention import AttentionSpec
 
 
 def attention_report(
@@ -37,8 +38,8 @@ def attention_report(
     num_tokens = module.max_length if num_tokens is None else num_tokens
     device = accelerator() if device is None else device
     tensor = 1 if mesh is None else mesh.shape.get("tensor", 1)
-    mixers = [getattr(layer, "attention", None) for layer in module.layers]
-    kinds = collections.Counter(spec for spec in mixers if spec is not None)
+    mixers = [layer.mixer for layer in module.layers]
+    kinds = collections.Counter(spec for spec in mixers if isinstance(spec, AttentionSpec))
     lines: dict[str, int] = {}
     for spec, count in kinds.items():
         shards = tensor if spec.num_heads % tensor == 0 else 1

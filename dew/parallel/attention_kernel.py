@@ -39,7 +39,8 @@ def sharded_attention(
     """
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.empty or mesh.size == 1 or not left:
         return attention(
             query, key, value, visibility=visibility, sinks=sinks, implementation=implementation, **options
         )
@@ -64,7 +65,7 @@ def sharded_attention(
     by_slot = [PartitionSpec(by_query[0] if x.shape[0] > 1 else None) for x in slots]
     by_sink = None if sinks is None else PartitionSpec(by_query[2])
     specs = (PartitionSpec(*by_query), PartitionSpec(*by_key), PartitionSpec(*by_key), by_slot, by_sink)
-    run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
     return run(query, key, value, slots, sinks)
 
 

@@ -1,6 +1,7 @@
 """On a mesh a compiled kernel gets each device's rows and heads, and gives what plain operations give."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dew.kernels import attention_choice, attention_tpu
+from dew.kernels import attention_blocks, attention_choice, attention_tpu, attention_xla
 from dew.kernels.attention import attention, consecutive_visibility
 from dew.parallel.attention_kernel import sharded_attention
 from dew.placement import MeshSpec, build_mesh
@@ -62,3 +63,25 @@ def test_each_device_runs_the_kernel_on_its_own_part(calls, spec, num_heads, num
     assert set(calls) == {sizes}
     for found, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_blocks_of_long_rows_are_partitioned_without_moving_anything(monkeypatch):
+    monkeypatch.setattr(attention_xla, "DENSE_QUERIES", 1)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 16)
+    mesh = build_mesh(MeshSpec(fsdp=4, tensor=2))
+    sizes = [(4, 32, 4, 8), (4, 2, 32, 8), (4, 2, 32, 8)]
+    specs = [PartitionSpec("fsdp", None, "tensor"), *[PartitionSpec("fsdp", "tensor")] * 2]
+    segments = jnp.ones((4, 32), jnp.int32)
+    visibility = consecutive_visibility(32, 32, query_segments=segments, key_segments=segments)
+
+    def loss(query, key, value):
+        return jnp.sum(jnp.sin(sharded_attention(query, key, value, visibility=visibility, scale=0.5)))
+
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        inputs = [jax.ShapeDtypeStruct(size, jnp.float32, sharding=at) for size, at in zip(sizes, places, strict=True)]
+        run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=tuple(places))
+        text = run.lower(*inputs).compile().as_text()
+    assert "while(" in text
+    assert re.findall("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", text) == []
