@@ -1,8 +1,8 @@
 """Attention of long rows in blocks of queries and keys, none of whose logits outlive their block.
 
-Entry point: `blockwise_attention`, FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) in XLA operations. A
-block of queries visits the key blocks from the first to the last it may read, found when the program runs: the hidden
-half of a causal call, all beyond a window, and the keys after a stripe of queries cost nothing.
+Entry point: `blockwise_attention`, FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) in XLA operations.
+A block of queries visits the key blocks from the first to the last it may read, found when the program runs: the
+hidden half of a causal call, all beyond a window, and the keys after a stripe of queries cost nothing.
 """
 
 import functools
@@ -16,7 +16,7 @@ from dew.kernels.visibility import Visibility
 
 QUERY_BLOCK = 256
 """Queries of a block."""
-KEY_BLOCK = 512
+KEY_BLOCK = 256
 """Keys of a block."""
 MASKED = -1e30
 """Logit of a hidden key, and log-sum-exp of a row that reads nothing: finite, so that none gives NaN."""

@@ -322,3 +322,11 @@ def _cudnn_version() -> int | None:
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else cuda_versions.cudnn_get_version()
+
+
+def kernel_table() -> str:
+    """Write the table as Markdown: a row per requirement, kernels in the order in which "auto" tries them."""
+    lines = ["| kernel | needs |", "|---|---|"]
+    for kernel, needs in KERNELS.items():
+        lines += [f"| `{kernel}` | {need.needs} |" for need in needs] or [f"| `{kernel}` | nothing |"]
+    return "\n".join(lines)

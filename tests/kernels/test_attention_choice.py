@@ -1,6 +1,7 @@
 """The table of kernels decides alone: each requirement refuses a call that lacks it, with a reason of its own."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from dew.kernels import attention_choice as choice
 from dew.kernels.attention import attention, consecutive_visibility
-from dew.kernels.attention_choice import KERNELS, Accelerator, AttentionCall, attention_choice
+from dew.kernels.attention_choice import KERNELS, Accelerator, AttentionCall, attention_choice, kernel_table
 
 CPU, TPU = Accelerator(platform="cpu"), Accelerator(platform="tpu")
 AMPERE = Accelerator(platform="cuda", capability=(8, 0), cudnn=91000)
@@ -150,3 +151,8 @@ def test_the_device_is_described_by_what_jax_says_of_it(monkeypatch, platform, v
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     monkeypatch.setattr(choice, "_cudnn_version", lambda: 91000)
     assert choice.accelerator() == want
+
+
+def test_the_page_on_kernels_shows_the_table():
+    page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+    assert kernel_table() in page.read_text()
