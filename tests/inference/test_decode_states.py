@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import dew_keras
 from dew.inference import generate
@@ -69,9 +70,9 @@ def test_the_state_is_split_by_rows_and_heads_and_counted():
     mesh = build_mesh(MeshSpec(fsdp=2, tensor=2))
     shardings = cache_shardings(module, mesh, DEFAULT_RULES, 8, 128)
     scans, keys = shardings.banks
-    rows = ("data", "fsdp")
-    assert (scans.state.spec, scans.x.spec) == ((None, rows, "tensor"), (None, rows, None, "tensor"))
-    assert (scans.b.spec, keys.keys.spec) == ((None, rows), (None, rows, "tensor"))
+    rows = (None, ("data", "fsdp"))
+    assert scans.state.spec == keys.keys.spec == PartitionSpec(*rows, "tensor")
+    assert (scans.x.spec, scans.b.spec) == (PartitionSpec(*rows, None, "tensor"), PartitionSpec(*rows))
     cache = jax.jit(lambda: module.init_cache(8, 128), out_shardings=shardings)()
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
     assert estimate_bytes(module, mesh, Layout(min_shard=1), rows=8, slots=128).cache == held
