@@ -174,11 +174,14 @@ def test_a_residual_stream_in_float32_keeps_what_bfloat16_rounds_away():
     module, variables, _ = model("mamba")
     embedding = EmbeddingSpec(scale=300.0)  # what the blocks add is small beside it
 
+    def hidden(module, params):
+        return jax.jit(lambda params: module.apply({"params": params}, TOKENS, method="hidden_states"))(params)
+
     def error(layers):
         wide, narrow = (module.clone(layers=layers, embedding=embedding, dtype=dtype) for dtype in DTYPES)
-        want, got = (jax.jit(each.apply)(variables, TOKENS, method="hidden_states") for each in (wide, narrow))
+        want, got = (hidden(each, variables["params"]) for each in (wide, narrow))
         assert (want.dtype, got.dtype) == DTYPES
-        blocks_only = want - jax.jit(wide.clone(layers=()).apply)({"params": outside}, TOKENS, method="hidden_states")
+        blocks_only = want - hidden(wide.clone(layers=()), outside)
         return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(blocks_only))
 
     outside = {name: part for name, part in variables["params"].items() if not name.startswith("layers")}
