@@ -39,7 +39,7 @@ def through_stages(
         ValueError: If a device's rows do not divide into microbatches.
     """
     table = gpipe_timetable(pipeline.stages, pipeline.microbatches)
-    entries = table.forward[: table.forward_ticks]
+    entries = jnp.asarray(table.forward[: table.forward_ticks])
     run, parts = pipeline.map(stage), jax.tree.map(pipeline.split, inputs)
     entering = pipeline.split(x)
     # The last microbatch enters before it has passed all stages; what enters after it is never read.
@@ -53,5 +53,5 @@ def through_stages(
 
     start = jnp.zeros((pipeline.stages, *entering.shape[1:]), x.dtype)
     _, done = jax.lax.scan(tick, pipeline.pinned(start), (entries, jnp.concatenate([entering, filling])))
-    finished = done[np.flatnonzero(entries[:, -1] != IDLE)[0] :]
+    finished = done[np.flatnonzero(table.forward[:, -1] != IDLE)[0] :]
     return pipeline.join(jax.vmap(lambda at_tick: pipeline.from_stage(at_tick, pipeline.stages - 1))(finished))

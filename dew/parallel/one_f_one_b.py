@@ -79,8 +79,8 @@ def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, g
 
 
 def _backward(pipeline: Pipeline, model: StagedModel, gradients: Any, cotangents: tuple[Array, Any]) -> Any:
-    by_outer, by_weights, like = *gradients, cotangents[0]
-    scaled = jax.tree.map(lambda gradient: gradient * like.astype(gradient.dtype), (by_outer, by_weights))
+    by_total = cotangents[0]
+    scaled = jax.tree.map(lambda gradient: gradient * by_total.astype(gradient.dtype), gradients)
     return *scaled, None
 
 
