@@ -1,5 +1,7 @@
 """Which stacks divide into stages: what does not is refused by name, before anything is traced."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -53,6 +55,22 @@ def test_a_module_without_a_stack_is_refused():
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(ValueError, match=r"schedule must be 'gpipe' or '1f1b'\. Received: schedule='zigzag'"):
         tiny_decoder(schedule="zigzag")
+
+
+def test_1f1b_is_refused_for_another_loss_and_in_float16():
+    module, tokens = tiny_decoder(schedule="1f1b"), jnp.zeros((8, 4), jnp.int32)
+    variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+    score = functools.partial(jax.eval_shape, functools.partial(module.apply, method="token_loss"), variables)
+    with pytest.raises(ValueError, match=r"token_loss follows a pipeline's schedule; the mesh in context has stage=1"):
+        score(tokens, tokens, jnp.ones((8, 4)))
+    with jax.set_mesh(build_mesh(MeshSpec(stage=2))):
+        with pytest.raises(ValueError, match=r"trains with the token cross entropy of LanguageModel only"):
+            jax.eval_shape(functools.partial(module.apply, train=True), variables, tokens)
+        narrow = functools.partial(module.clone(dtype="float16").apply, method="token_loss")
+        with pytest.raises(
+            ValueError, match=r"a loss scale is known, which float16 needs. Use dtype"
+        ):
+            jax.eval_shape(narrow, variables, tokens, tokens, jnp.ones((8, 4)))
 
 
 def test_microbatches_that_do_not_divide_the_rows_of_a_device_are_refused():
