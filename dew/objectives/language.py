@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
@@ -47,7 +48,8 @@ class LanguageModel:
         Returns:
             The module's collections, parameters boxed with their logical axes.
         """
-        return self.module.init(key, jnp.zeros((1, 2), jnp.int32))
+        with without_mesh():  # two tokens show the shapes; no mesh has to split them
+            return self.module.init(key, jnp.zeros((1, 2), jnp.int32))
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Shift tokens against targets and turn masks into weights.
@@ -94,14 +96,13 @@ class LanguageModel:
         Returns:
             The cross entropy in nats per scored token, and the metric `token_accuracy`.
         """
-        mass = jnp.sum(batch["weights"])
-        total, correct = self._scored(variables, batch, key, train)
+        total, correct, mass = self._scored(variables, batch, key, train)
         return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
 
     def _scored(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sum the cross entropies and count the tokens that are predicted."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum the cross entropies, the tokens that are predicted and the weights."""
         documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
         if train and getattr(self.module, "scores_in_schedule", False):
             scored = (batch["inputs"], batch["targets"], batch["weights"])

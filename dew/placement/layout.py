@@ -176,7 +176,9 @@ class Layout:
             LayoutRefused: If a rule names a dimension that no parameter declares, or the replicated fraction exceeds
                 `tolerance`, naming the five largest leaves.
         """
-        self._refuse_unmatched_rules(tree)
+        if any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box))):
+            self.check_rules(tree)
+        self._refuse_copied_layers(mesh, tree, shardings)
         split_axes = {axis: mesh.shape[axis] for axis in PARAMETER_AXES if mesh.shape[axis] > 1}
         if not split_axes:
             return
@@ -209,22 +211,42 @@ class Layout:
         """Whether a leaf should be split: matrices of `min_shard` elements, not the scales and biases of a layer."""
         return len(_layer_shape(leaf)) > 1 and _elements(leaf) >= self.min_shard
 
-    def _refuse_unmatched_rules(self, tree: PyTree) -> None:
-        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo."""
+    def check_rules(self, tree: PyTree) -> None:
+        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo.
+
+        Args:
+            tree: The variables as a module declares them, in boxes where it names dimensions.
+
+        Raises:
+            LayoutRefused: If there is such a rule, naming it and the name that is nearest.
+        """
         declared = {
             name for leaf in jax.tree.leaves(tree, is_leaf=is_box) if is_box(leaf) for name in leaf.names if name
         }
-        if not declared:
-            return
         known = declared | {name for name, _ in DEFAULT_RULES}
         for name, _ in self.rules:
             if name in known or name.startswith("activation_"):
                 continue
             guess = closest(name, sorted(known))
             hint = f" Did you mean {guess!r}?" if guess else ""
+            listed = ", ".join(sorted(declared)) or "none, as a plain Flax module's do"
             raise LayoutRefused(
                 f"The layout has a rule for {name!r}, but no parameter declares a dimension of that name; "
-                f"they declare {', '.join(sorted(declared))}.{hint} Names of activations start with 'activation_'."
+                f"they declare {listed}.{hint} Names of activations start with 'activation_'."
+            )
+
+    def _refuse_copied_layers(self, mesh: Mesh, tree: PyTree, shardings: PyTree) -> None:
+        """Refuse rules under which every stage would hold all layers."""
+        stages, places = mesh.shape[STAGE], named_leaves(shardings).values()
+        banks = [
+            sharding
+            for leaf, sharding in zip(jax.tree.leaves(tree, is_leaf=is_box), places, strict=True)
+            if is_box(leaf) and LAYERS in leaf.names
+        ]
+        if stages > 1 and banks and not any(STAGE in spec_axes(sharding.spec) for sharding in banks):
+            raise LayoutRefused(
+                f"The {stages} stages of a mesh with stage={stages} share out the layers of a bank, but the rules keep "
+                f"them whole on every stage. Leave the rule ('{LAYERS}', '{STAGE}') in the table, or use stage=1."
             )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:
@@ -347,24 +369,22 @@ def _divisors_descending(count: int) -> list[int]:
     return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
 
 
-def refuse_unsupported_axes(mesh: Mesh, what: str, axes: Iterable[str] = ("expert", "sequence", "stage")) -> None:
+def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
     """Refuse a mesh with an axis that no model runs on.
 
     Args:
         mesh: A mesh with the six axes.
         what: What was to run, for the error: "training" or "loading".
-        axes: The axes it does not run on.
 
     Raises:
-        LayoutRefused: If one of them is larger than 1.
+        LayoutRefused: If expert is larger than 1.
     """
-    for axis in axes:
-        size = mesh.shape[axis]
-        if size > 1:
-            sizes = {"fsdp": mesh.shape["fsdp"], "tensor": mesh.shape["tensor"]}
-            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in ("expert", "sequence", "stage"))
-            named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
-            raise LayoutRefused(
-                f"{what} on a mesh with {axis}={size} is not available yet: models split over data, fsdp and tensor. "
-                f"Use MeshSpec({named}) on the same devices."
-            )
+    size = mesh.shape["expert"]
+    if size > 1:
+        sizes = {name: mesh.shape[name] for name in ("fsdp", "tensor", "sequence", "stage")}
+        sizes["fsdp"] *= size
+        named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
+        raise LayoutRefused(
+            f"{what} on a mesh with expert={size} is not available yet: models split over data, fsdp, tensor, sequence "
+            f"and stage. Use MeshSpec({named}) on the same devices."
+        )

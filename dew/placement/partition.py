@@ -19,7 +19,7 @@ from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import AXES, BATCH_AXES, batch_divisor
 from dew.tree import path_name
 
-__all__ = ["DataPartition", "batch_sharding", "data_partition", "shard_batch"]
+__all__ = ["DataPartition", "WholeBatch", "batch_sharding", "data_partition", "shard_batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class DataPartition:
                 "DataPartition needs count >= 1, readers >= 1 and 0 <= index < count. "
                 f"Received: index={self.index}, count={self.count}, readers={self.readers}"
             )
+
+
+class WholeBatch(dict):
+    """A host batch that every device is to hold whole, for rows that do not divide; every process gives all of them."""
 
 
 def data_partition(mesh: Mesh) -> DataPartition:
@@ -93,17 +97,23 @@ def _row_shards(mesh: Mesh) -> dict[int, set[int]]:
 
 
 @functools.lru_cache(maxsize=64)
-def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
-    """The sharding of a batch array: rows over data, expert and fsdp, other dimensions whole.
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = (), *, leading: int = 0) -> NamedSharding:
+    """The sharding of a batch array: rows over data, expert and fsdp, positions over sequence.
+
+    Arrays [rows, positions] and [rows, positions, width] count as sequences where their positions divide by the axis;
+    images, videos and everything else keep all dimensions but the rows whole.
 
     Args:
         mesh: A mesh with the six axes.
+        shape: The array's shape; without it only the rows are split.
         leading: Dimensions before the rows.
     """
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    if not axes:
-        return NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec(*[None] * leading, axes[0] if len(axes) == 1 else axes))
+    rows = axes[0] if len(axes) == 1 else axes or None
+    shards = mesh.shape["sequence"]
+    splits = shards > 1 and len(shape) - leading in (2, 3) and shape[leading + 1] % shards == 0
+    entries = [*[None] * leading, rows, "sequence"] if splits else [*[None] * leading, rows] if rows else []
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, microbatches: int = 1) -> PyTree:
@@ -112,30 +122,33 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, mic
     Args:
         mesh: A mesh with the six axes.
         host_batch: Tree of host arrays `[rows of this share, ...]`; a scalar is replicated. The arrays are copied, so
-            the caller may reuse its buffers.
+            the caller may reuse its buffers. A `WholeBatch` is not split: every device gets all of its rows.
         is_stacked: Whether the arrays are several batches, `[batches, rows of this share, ...]`; a vector `[batches]`
             is then replicated.
         microbatches: Microbatches that a pipeline cuts each device's rows into.
 
     Returns:
-        The tree of global arrays, rows over data, expert and fsdp.
+        The tree of global arrays, placed by `batch_sharding`.
 
     Raises:
         ValueError: If the global rows do not divide over the row shards, or a shard's rows into the microbatches,
             naming batch sizes that do.
     """
     lead = int(is_stacked)
-    is_alone = jax.process_count() == 1
-    divisor, count = batch_divisor(mesh), 1 if is_alone else data_partition(mesh).count
+    is_alone, is_whole = jax.process_count() == 1, isinstance(host_batch, WholeBatch)
+    divisor, count = batch_divisor(mesh), 1 if is_alone or is_whole else data_partition(mesh).count
+    host_batch = dict(host_batch) if is_whole else host_batch
     arrays, places = [], []
     flat, structure = jax.tree_util.tree_flatten_with_path(host_batch)
     for path, leaf in flat:
         # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
         local = np.array(leaf, copy=True)
-        if local.ndim > lead:
+        has_rows = local.ndim > lead and not is_whole
+        if has_rows:
             _check_rows(mesh, path, local.shape[lead] * count, divisor, microbatches)
         arrays.append(local)
-        places.append(batch_sharding(mesh, leading=lead) if local.ndim > lead else NamedSharding(mesh, PartitionSpec()))
+        whole = NamedSharding(mesh, PartitionSpec())
+        places.append(batch_sharding(mesh, local.shape, leading=lead) if has_rows else whole)
     if mesh.size == 1:
         # The arguments of a compiled function take a shorter way to the device than device_put; a small step is
         # mostly this.

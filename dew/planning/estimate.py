@@ -176,7 +176,7 @@ def _declared(module: Any) -> Any:
 
 def _refusal(layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
-        refuse_unsupported_axes(mesh, "A model", ("expert", "sequence"))
+        refuse_unsupported_axes(mesh, "A model")
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:
         return str(error)

@@ -241,7 +241,7 @@ def load_variables(
     """
     module = described.module if module is None else module
     dtype = None if param_dtype is None else compute_dtype(param_dtype)
-    refuse_unsupported_axes(mesh, "Loading a model", ("expert", "sequence"))
+    refuse_unsupported_axes(mesh, "Loading a model")
     abstract, view = abstract_variables(module), stack_view(module)
     shardings = layout.shardings(mesh, abstract)
     layout.check(mesh, abstract, shardings, view)

@@ -24,7 +24,7 @@ from dew.objectives.base import Objective, Ratio
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of
-from dew.placement.partition import batch_sharding, data_partition, shard_batch
+from dew.placement.partition import WholeBatch, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
@@ -103,7 +103,7 @@ class Trainer:
                 divide into.
         """
         mesh = as_mesh(self._mesh_given)
-        refuse_unsupported_axes(mesh, "training", ("expert", "sequence"))
+        refuse_unsupported_axes(mesh, "training")
         refuse_unstaged(mesh, self.objective.module)
         return mesh
 
@@ -234,15 +234,16 @@ class Trainer:
             return self._programs.evaluate(variables, placed, self._evaluation_key)
 
     def place_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Prepare a host batch and split its rows over the mesh.
+        """Prepare a host batch and split its rows, and positions, over the mesh.
 
         Args:
-            batch: A host batch as the objective's `prepare` reads it.
+            batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
 
         Raises:
             ValueError: If its rows do not divide, or the objective refuses it.
         """
-        return shard_batch(self.mesh, self.objective.prepare(batch), microbatches=self.microbatches)
+        prepared = _like(batch, self.objective.prepare(batch))
+        return shard_batch(self.mesh, prepared, microbatches=self.microbatches)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the training step for the shapes of a batch, without making or running anything.
@@ -257,10 +258,11 @@ class Trainer:
             ValueError: If the objective refuses the batch.
             LayoutRefused: If the layout leaves too much whole on this mesh.
         """
-        rows, count = batch_sharding(self.mesh), data_partition(self.mesh).count
+        count = data_partition(self.mesh).count
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=rows)
+            place = batch_sharding(self.mesh, leaf.shape)
+            return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=place)
 
         state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -414,6 +416,7 @@ class Trainer:
                 return self._programs.one(state, placed, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *prepared)
+        stacked = _like(batches[0], stacked)
         placed = shard_batch(self.mesh, stacked, is_stacked=True, microbatches=self.microbatches)
         with self.context():
             return self._programs.several(state, placed)
@@ -433,6 +436,10 @@ class Trainer:
     @functools.cached_property
     def _evaluation_key(self) -> jax.Array:
         return jax.random.key_data(jax.random.key(self.key))
+
+
+def _like(batch: Mapping[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
+    return WholeBatch(prepared) if isinstance(batch, WholeBatch) else prepared
 
 
 def position_of(stream: Any) -> Any:

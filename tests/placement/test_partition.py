@@ -9,6 +9,7 @@ import pytest
 
 from dew.placement import AXES, DataPartition, LayoutRefused, MeshSpec, build_mesh, data_partition, shard_batch
 from dew.placement.mesh import device_grid
+from dew.placement.partition import WholeBatch
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,21 @@ def test_rows_split_over_data_expert_and_fsdp_only(spec):
         shard = next(s for s in batch["tokens"].addressable_shards if s.device == mesh.devices[position])
         first = np.ravel_multi_index(position[:3], mesh.devices.shape[:3]) * rows
         np.testing.assert_array_equal(shard.data, host["tokens"][first : first + rows])
+
+
+def test_positions_of_sequences_split_over_the_sequence_axis():
+    mesh = build_mesh(MeshSpec(fsdp=2, sequence=4))
+    shapes = {"tokens": (8, 12), "hidden": (8, 12, 5), "odd": (8, 13), "image": (8, 12, 12, 3), "row": (8,)}
+    host = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+    batch = shard_batch(mesh, host)
+    jax.tree.map(np.testing.assert_array_equal, batch, host)
+    parts = {name: array.addressable_shards[0].data.shape for name, array in batch.items()}
+    assert parts == {
+        "tokens": (4, 3), "hidden": (4, 3, 5), "odd": (4, 13), "image": (4, 12, 12, 3), "row": (4,)
+    }  # fmt: skip
+    stacked = shard_batch(mesh, {"tokens": np.zeros((3, 8, 12)), "mass": np.zeros(3)}, is_stacked=True)
+    assert stacked["tokens"].addressable_shards[0].data.shape == (3, 4, 3)
+    assert stacked["mass"].sharding.is_fully_replicated
 
 
 def test_the_caller_may_reuse_its_buffers():
@@ -47,6 +63,15 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(rows, works)
         ValueError, match=rf"'tokens' has {rows} global rows.*8 row shards.*Use a batch of {works} rows"
     ):
         shard_batch(build_mesh(MeshSpec(fsdp=4)), {"tokens": np.zeros((rows, 4))})
+
+
+def test_a_whole_batch_is_copied_to_every_device_whatever_its_rows():
+    mesh = build_mesh(MeshSpec(fsdp=4))
+    x = np.arange(6.0).reshape(3, 2)
+    for stacked in (False, True):
+        placed = shard_batch(mesh, WholeBatch({"x": x, "s": np.float32(2)}), is_stacked=stacked)
+        assert all(leaf.sharding.is_fully_replicated for leaf in placed.values())
+        np.testing.assert_array_equal(placed["x"], x)
 
 
 def test_one_process_reads_everything():

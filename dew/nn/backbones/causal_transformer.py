@@ -350,7 +350,7 @@ class CausalTransformer(nn.Module):
         weights: Float[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
         """Sum the weighted cross entropies of a batch, with gradients computed in the order of the pipeline's schedule.
 
         Args:
@@ -382,7 +382,8 @@ class CausalTransformer(nn.Module):
         banked = {bank_name(run) for run in self._runs()}
         outer = {name: self._weights(name) for name in self._parts() if name not in banked}
         model = self._staged_model(pipeline, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-        return scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        total, (correct, mass) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        return total, correct, mass
 
     def _staged_model(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> StagedModel:
         """Give a schedule the model's pure functions."""
@@ -395,7 +396,9 @@ class CausalTransformer(nn.Module):
         def score(outer, x, given):
             hidden, mesh = self._apply("norm", x, outer=outer), jax.sharding.get_abstract_mesh()
             table, scored = outer[head]["embedding"], (given["targets"], given["weights"])
-            return sharded_token_loss(mesh, hidden, table, *scored, scale=self.logit_scale, softcap=self.logit_softcap)
+            factors = {"scale": self.logit_scale, "softcap": self.logit_softcap}
+            total, *further = sharded_token_loss(mesh, hidden, table, *scored, **factors)
+            return total, tuple(further)
 
         def pinned(outer, weights):
             outer = {name: constrain_weights(own, logical_names(parts[name])) for name, own in outer.items()}

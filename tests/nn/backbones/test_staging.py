@@ -67,9 +67,7 @@ def test_1f1b_is_refused_for_another_loss_and_in_float16():
         with pytest.raises(ValueError, match=r"trains with the token cross entropy of LanguageModel only"):
             jax.eval_shape(functools.partial(module.apply, train=True), variables, tokens)
         narrow = functools.partial(module.clone(dtype="float16").apply, method="token_loss")
-        with pytest.raises(
-            ValueError, match=r"a loss scale is known, which float16 needs. Use dtype"
-        ):
+        with pytest.raises(ValueError, match=r"a loss scale is known, which float16 needs. Use dtype"):
             jax.eval_shape(narrow, variables, tokens, tokens, jnp.ones((8, 4)))
 
 
