@@ -228,7 +228,7 @@ def test_rules_that_copy_the_layers_to_every_stage_are_refused():
 
 def test_the_summary_says_what_the_stages_hold():
     stage = FULL.explain(build_mesh(MeshSpec(stage=2)), decoder(), view()).axes[-1]
-    assert str(stage).startswith("stage=2 splits input_layernorm, self_attn, mlp")
+    assert str(stage).startswith("stage=2 splits input_layernorm, mlp, self_attn")
     assert "embed_tokens" in stage.whole
 
 

@@ -46,6 +46,7 @@ CASES = {
     "stage=2 M=4 fsdp=2 tensor=2, packed": Case(MeshSpec(stage=2, microbatches=4, fsdp=2, tensor=2), packed=True),
     "stage=4 fsdp=2, recomputed": Case(MeshSpec(stage=4, fsdp=2), fields=(("remat", "full"),)),
     "stage=2 data=4, untied": Case(MeshSpec(stage=2), fields=(("tie_embeddings", False),)),
+    "stage=2 sequence=2 fsdp=2, packed": Case(MeshSpec(stage=2, sequence=2, fsdp=2), packed=True),
     "stage=2 tensor=4, pattern, accumulated": Case(MeshSpec(stage=2, tensor=4), layers="pattern", accumulation=2),
 }
 LAYERS = {

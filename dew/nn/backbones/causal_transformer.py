@@ -396,8 +396,9 @@ class CausalTransformer(nn.Module):
         def score(outer, x, given):
             hidden, mesh = self._apply("norm", x, outer=outer), jax.sharding.get_abstract_mesh()
             table, scored = outer[head]["embedding"], (given["targets"], given["weights"])
-            factors = {"scale": self.logit_scale, "softcap": self.logit_softcap}
-            total, *further = sharded_token_loss(mesh, hidden, table, *scored, **factors)
+            total, *further = sharded_token_loss(
+                mesh, hidden, table, *scored, scale=self.logit_scale, softcap=self.logit_softcap
+            )
             return total, tuple(further)
 
         def pinned(outer, weights):
