@@ -287,7 +287,7 @@ class Model(StepMethods, WeightVerbs):
             callbacks: Keras callbacks.
             validation_split: Part of the rows, cut off the end, to validate on.
             validation_data: Data to validate on: (x, y), (x, y, sample_weight), or what x may be.
-            shuffle: Whether arrays are shuffled every epoch, by (seed, epoch).
+            shuffle: Whether arrays, and the batches of a PyDataset, are shuffled every epoch, by (seed, epoch).
             class_weight: Weight by class.
             sample_weight: Weights, with arrays.
             initial_epoch: Epoch to begin with.

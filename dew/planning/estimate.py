@@ -16,6 +16,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from dew.inference.prefill import cache_shardings
+from dew.kernels.attention_choice import Accelerator
+from dew.nn.attention_report import attention_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
@@ -44,6 +46,7 @@ class Estimate:
         gradients: Their gradients; with accumulation also the running sums.
         optimizer_state: Moments and counters.
         explanation: Where every leaf goes and why.
+        attention: Which attention kernel the layers take, a line per kind of layer.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
@@ -57,6 +60,7 @@ class Estimate:
     gradients: int
     optimizer_state: int
     explanation: Explanation
+    attention: tuple[str, ...] = ()
     refusal: str | None = None
 
     @property
@@ -119,6 +123,7 @@ def estimate_bytes(
     slots: int | None = None,
     accumulation: int = 1,
     master_dtype: Any = "float32",
+    device: Accelerator | None = None,
 ) -> Estimate:
     """Count what each device would hold to generate and to train.
 
@@ -131,6 +136,7 @@ def estimate_bytes(
         slots: Tokens of a row; None takes the model's longest context.
         accumulation: Batches per optimizer update.
         master_dtype: Dtype the weights are trained in; None takes the module's.
+        device: What the mesh is made of, for the choice of kernels; None means the device that programs run on here.
 
     Returns:
         The estimate; a layout that is refused on this mesh is reported in it, not raised.
@@ -165,6 +171,9 @@ def estimate_bytes(
         gradients=masters + sums,
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
         explanation=layout.explain(mesh, declared, stacks),
+        attention=tuple(
+            attention_report(module, mesh=mesh, num_tokens=slots, rows=max(1, rows // shards), device=device)
+        ),
         refusal=refusal,
     )
 

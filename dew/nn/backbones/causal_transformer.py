@@ -17,6 +17,7 @@ from flax.core import unfreeze
 
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
+from dew.kernels.attention_choice import check_implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.staging import Schedule, checked_schedule, staged_segment
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
@@ -53,7 +54,8 @@ class CausalTransformer(nn.Module):
         remat: What the backward pass recomputes: None nothing, "full" everything but the blocks' inputs.
         scan_layers: Whether equal layers, in a row or in a repeating pattern, are stored in banks and scanned.
         bank_layers: Most layers a bank may hold; None means no bound.
-        attention_impl: Attention kernel.
+        attention_impl: Attention kernel of whole sequences, see `dew.kernels.attention_choice.KERNELS`; "auto" takes
+            the first that can run the call, as every call with a cache does.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
     """
 
@@ -76,10 +78,7 @@ class CausalTransformer(nn.Module):
     def __post_init__(self) -> None:
         checked_remat(self.remat)
         checked_schedule(self.schedule)
-        if self.attention_impl not in ("auto", "xla"):
-            raise ValueError(
-                f"attention_impl must be 'auto' or 'xla'. Received: attention_impl={self.attention_impl!r}"
-            )
+        check_implementation("attention_impl", self.attention_impl)
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
