@@ -19,6 +19,7 @@ from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention_report import attention_report
 from dew.objectives.language import LanguageModel
+from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
 from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
 from dew.placement.memory import bytes_per_device
@@ -151,7 +152,7 @@ def estimate_bytes(
             raise ValueError(f"{name} must be at least 1. Received: {name}={value}")
     declared = _declared(module)
     stacks = stack_view(module)
-    refusal = _refusal(layout, mesh, declared, stacks)
+    refusal = _refusal(module, layout, mesh, declared, stacks)
     cache = jax.eval_shape(lambda: module.init_cache(rows, slots))
     master = module if master_dtype is None else module.clone(param_dtype=master_dtype)
     trained = _declared(master)
@@ -183,9 +184,10 @@ def _declared(module: Any) -> Any:
     return jax.eval_shape(lambda: objective.init(jax.random.key(0)))
 
 
-def _refusal(layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
+def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
         refuse_unsupported_axes(mesh, "A model")
+        refuse_unstaged(mesh, module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:
         return str(error)
