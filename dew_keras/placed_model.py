@@ -63,9 +63,10 @@ class PlacedModel:
         self._run: FitRun | None = None
         self.waiting = WaitingRun()
         self._init: Any = None
-        self.adds_losses = False
+        self.output_shapes: Any = None  # of one row, once a plain module was traced
         self._is_closed = False
         self._is_recompiled = False
+        self._verbs: list[str] = []  # that run now, the innermost last
 
     @property
     def is_language_model(self) -> bool:
@@ -100,8 +101,8 @@ class PlacedModel:
 
     @property
     def sharing(self) -> RowSharing:
-        """How batch rows meet the mesh."""
-        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh))
+        """How batch rows meet the mesh. In a decoder of this library they never meet; in other modules they may."""
+        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh), fills=self.is_language_model)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -132,8 +133,7 @@ class PlacedModel:
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         self._check_open()
-        if self._run is not None:
-            raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        self.check_idle("compile")
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, precision[0])
@@ -222,14 +222,17 @@ class PlacedModel:
         """Return the function that draws variables and their shapes; the module is traced once for all uses."""
         if self._init is None:
             with self.context():
-                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
-            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
-            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
+                closed, found = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
+            shapes, self.output_shapes = found
+            self.layout.check_rules(shapes)
+            structure, run = jax.tree.structure(found), jaxpr_as_fun(closed)
+            self._init = lambda key: jax.tree.unflatten(structure, run(key))[0], shapes
         return self._init
 
     def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
         if self.is_language_model:
-            return LanguageModel(self.module).init
+            init = LanguageModel(self.module).init
+            return lambda key: (init(key), None)
         if example is None:
             raise ValueError(
                 f"{type(self.module).__name__} has no weights yet: their shapes follow from the data. Call fit, "
@@ -237,11 +240,7 @@ class PlacedModel:
             )
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
 
-        def init(key: jax.Array) -> Any:
-            variables, self.adds_losses = self.call.init(key, x)
-            return variables
-
-        return init
+        return lambda key: self.call.init(key, x)
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.
@@ -291,13 +290,47 @@ class PlacedModel:
 
     def close(self) -> None:
         """Free the weights and the training state; everything that needs them is refused from here."""
-        if self._run is not None:
-            raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        self.check_idle("close")
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
         self._variables = self.state = None
         self.waiting.take(None)
         self._is_closed = True
+
+    def begin_with(self, other: PlacedModel) -> None:
+        """Take over a copy of another model's weights, and its mesh and rules.
+
+        Args:
+            other: A model of the same module.
+        """
+        self._mesh_given, self.layout = other._mesh_given, other.layout
+        if other.is_built:
+            self._variables = jax.tree.map(jnp.copy, other.variables)
+
+    def go_on_with(self, other: PlacedModel) -> None:
+        """Take over a copy of another model's training state, and the run that it read and did not go on with yet.
+
+        Args:
+            other: A model that is compiled alike.
+        """
+        if other.state is not None:
+            self.state, self._variables = jax.tree.map(jnp.copy, other.state), None
+        self.waiting.take(other.waiting.run)
+
+    def check_idle(self, verb: str) -> None:
+        """Refuse what would change the model under a verb that is running.
+
+        Args:
+            verb: What was called.
+
+        Raises:
+            RuntimeError: If a verb is running.
+        """
+        if self._verbs:
+            running = self._verbs[-1]
+            raise RuntimeError(
+                f"{verb}() cannot be called from a callback while {running} runs. Call it when {running} has ended."
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -199,4 +199,9 @@ def _reasons(axis: str, size: int, rows: tuple[Row, ...]) -> list[str]:
     elif "heads" in names:
         lines.append(f"{sizes['heads']} query heads do not divide {axis}={size}: queries and their output stay whole")
     lines.extend(str(refusal) for (name, _), refusal in refused.items() if name not in ("heads", "kv"))
+    small = [row for row in rows if any("min_shard" in (reason or "") for reason in row.resolution.reasons)]
+    if small and axis in PARAMETER_AXES:
+        limit = next(reason for reason in small[0].resolution.reasons if reason).partition("fewer than ")[2]
+        listed = ", ".join(row.title for row in small[:3]) + (", ..." if len(small) > 3 else "")
+        lines.append(f"fewer elements than {limit}, so whole: {len(small)} leaves ({listed})")
     return lines

@@ -167,7 +167,8 @@ class Layout:
             LayoutRefused: If a rule names a dimension that no parameter declares, or the replicated fraction exceeds
                 `tolerance`, naming the five largest leaves.
         """
-        self._refuse_unmatched_rules(tree)
+        if any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box))):
+            self.check_rules(tree)
         split_axes = {axis: mesh.shape[axis] for axis in PARAMETER_AXES if mesh.shape[axis] > 1}
         if not split_axes:
             return
@@ -200,22 +201,28 @@ class Layout:
         """Whether a leaf should be split: matrices of `min_shard` elements, not the scales and biases of a layer."""
         return len(_layer_shape(leaf)) > 1 and _elements(leaf) >= self.min_shard
 
-    def _refuse_unmatched_rules(self, tree: PyTree) -> None:
-        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo."""
+    def check_rules(self, tree: PyTree) -> None:
+        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo.
+
+        Args:
+            tree: The variables as a module declares them, in boxes where it names dimensions.
+
+        Raises:
+            LayoutRefused: If there is such a rule, naming it and the name that is nearest.
+        """
         declared = {
             name for leaf in jax.tree.leaves(tree, is_leaf=is_box) if is_box(leaf) for name in leaf.names if name
         }
-        if not declared:
-            return
         known = declared | {name for name, _ in DEFAULT_RULES}
         for name, _ in self.rules:
             if name in known or name.startswith("activation_"):
                 continue
             guess = closest(name, sorted(known))
             hint = f" Did you mean {guess!r}?" if guess else ""
+            listed = ", ".join(sorted(declared)) or "none, as a plain Flax module's do"
             raise LayoutRefused(
                 f"The layout has a rule for {name!r}, but no parameter declares a dimension of that name; "
-                f"they declare {', '.join(sorted(declared))}.{hint} Names of activations start with 'activation_'."
+                f"they declare {listed}.{hint} Names of activations start with 'activation_'."
             )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:

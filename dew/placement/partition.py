@@ -19,7 +19,7 @@ from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import AXES, BATCH_AXES, batch_divisor
 from dew.tree import path_name
 
-__all__ = ["DataPartition", "batch_sharding", "data_partition", "shard_batch"]
+__all__ = ["DataPartition", "WholeBatch", "batch_sharding", "data_partition", "shard_batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class DataPartition:
                 "DataPartition needs count >= 1, readers >= 1 and 0 <= index < count. "
                 f"Received: index={self.index}, count={self.count}, readers={self.readers}"
             )
+
+
+class WholeBatch(dict):
+    """A host batch that every device is to hold whole, for rows that do not divide; every process gives all of them."""
 
 
 def data_partition(mesh: Mesh) -> DataPartition:
@@ -118,7 +122,7 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
     Args:
         mesh: A mesh with the six axes.
         host_batch: Tree of host arrays `[rows of this share, ...]`; a scalar is replicated. The arrays are copied, so
-            the caller may reuse its buffers.
+            the caller may reuse its buffers. A `WholeBatch` is not split: every device gets all of its rows.
         is_stacked: Whether the arrays are several batches, `[batches, rows of this share, ...]`; a vector `[batches]`
             is then replicated.
 
@@ -129,19 +133,20 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
         ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
     """
     lead = int(is_stacked)
-    is_alone = jax.process_count() == 1
-    divisor, count = batch_divisor(mesh), 1 if is_alone else data_partition(mesh).count
+    is_alone, is_whole = jax.process_count() == 1, isinstance(host_batch, WholeBatch)
+    divisor, count = batch_divisor(mesh), 1 if is_alone or is_whole else data_partition(mesh).count
+    host_batch = dict(host_batch) if is_whole else host_batch
     arrays, places = [], []
     flat, structure = jax.tree_util.tree_flatten_with_path(host_batch)
     for path, leaf in flat:
         # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
         local = np.array(leaf, copy=True)
-        if local.ndim > lead:
+        has_rows = local.ndim > lead and not is_whole
+        if has_rows:
             _check_rows(mesh, path, local.shape[lead] * count, divisor)
         arrays.append(local)
-        is_batch = local.ndim > lead
         whole = NamedSharding(mesh, PartitionSpec())
-        places.append(batch_sharding(mesh, local.shape, leading=lead) if is_batch else whole)
+        places.append(batch_sharding(mesh, local.shape, leading=lead) if has_rows else whole)
     if mesh.size == 1:
         # The arguments of a compiled function take a shorter way to the device than device_put; a small step is
         # mostly this.

@@ -23,7 +23,7 @@ from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
 from dew.placement.layout import Layout, refuse_unsupported_axes
 from dew.placement.mesh import MeshSpec, as_mesh
-from dew.placement.partition import batch_sharding, data_partition, shard_batch
+from dew.placement.partition import WholeBatch, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
@@ -226,12 +226,12 @@ class Trainer:
         """Prepare a host batch and split its rows, and positions, over the mesh.
 
         Args:
-            batch: A host batch as the objective's `prepare` reads it.
+            batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
 
         Raises:
             ValueError: If its rows do not divide, or the objective refuses it.
         """
-        return shard_batch(self.mesh, self.objective.prepare(batch))
+        return shard_batch(self.mesh, _like(batch, self.objective.prepare(batch)))
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the training step for the shapes of a batch, without making or running anything.
@@ -403,7 +403,8 @@ class Trainer:
             with self.context():
                 return self._programs.one(state, placed, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
-        placed = shard_batch(self.mesh, jax.tree.map(lambda *leaves: np.stack(leaves), *prepared), is_stacked=True)
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *prepared)
+        placed = shard_batch(self.mesh, _like(batches[0], stacked), is_stacked=True)
         with self.context():
             return self._programs.several(state, placed)
 
@@ -422,6 +423,10 @@ class Trainer:
     @functools.cached_property
     def _evaluation_key(self) -> jax.Array:
         return jax.random.key_data(jax.random.key(self.key))
+
+
+def _like(batch: Mapping[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
+    return WholeBatch(prepared) if isinstance(batch, WholeBatch) else prepared
 
 
 def position_of(stream: Any) -> Any:

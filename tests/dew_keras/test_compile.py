@@ -1,5 +1,6 @@
 """What compile cannot honour is an error at compile, with the name and the next step."""
 
+import inspect
 import json
 
 import keras
@@ -98,3 +99,25 @@ def test_what_no_file_can_hold_is_named(arguments, message):
     model.compile(**arguments)
     with pytest.raises(ValueError, match=message):
         model.get_compile_config()
+
+
+VERBS = (
+    *("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "summary"),
+    *("get_weights", "set_weights", "save", "save_weights", "load_weights", "reset_metrics", "get_compile_config"),
+    *("compile_from_config", "compute_loss", "compute_metrics"),
+)
+OWN_DEFAULTS = {"compile": {"optimizer", "loss", "weighted_metrics"}}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_arguments_are_those_of_keras_in_its_order_with_its_defaults(verb):
+    ours, theirs = (
+        {
+            name: parameter.default
+            for name, parameter in inspect.signature(getattr(model, verb)).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        for model in (dew_keras.Model, keras.Model)
+    )
+    assert list(ours) == list(theirs)
+    assert {name for name in ours if ours[name] != theirs[name]} == OWN_DEFAULTS.get(verb, set())
