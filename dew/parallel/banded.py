@@ -1,7 +1,7 @@
 """Attention that reads a little way back: each device needs the end of the slice before its own, and nothing else.
 
-Entry points: `banded_attention`, `banded_reach`, `banded_transfers`. With r keys of the slice before, of r / t times the
-bytes of a slice of keys: permutes of 2 r keys, the same backward; chunks that end with the slices send nothing.
+Entry points: `banded_attention`, `banded_reach`, `banded_transfers`. With r keys of the slice before: permutes of 2 r
+keys, the same backward; chunks that end with the slices send nothing.
 """
 
 import jax
@@ -23,7 +23,7 @@ def banded_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     """
     call, length = shard.call, shard.slice_length
     reach = banded_reach(length, call.shards, call.window, call.chunk)
-    assert reach is not None and reach <= length, "the choice of exchange knows what a slice holds"
+    assert reach is not None, "only a window or chunks make a band"
     key, value = (_extended(x, reach, call.axis, call.shards) for x in (shard.key, shard.value))
     start = call.index() * length
     segments = shard.segments
@@ -31,10 +31,8 @@ def banded_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
         # The first device has nothing before its slice: what stands there is of no document.
         segments = jnp.ones((1, length * call.shards), jnp.int32) if segments is None else segments
         segments = jnp.pad(segments, ((0, 0), (reach, 0)), constant_values=-1)
-    own = _cut(segments, start + reach, length)
-    return call.attend(
-        shard.query, key, value, (own, _cut(segments, start, reach + length)), shard.sinks, starts=(start, start - reach)
-    )
+    both = _cut(segments, start + reach, length), _cut(segments, start, reach + length)
+    return call.attend(shard.query, key, value, both, shard.sinks, starts=(start, start - reach))
 
 
 def banded_reach(slice_length: int, shards: int, window: int | None, chunk: int | None) -> int | None:

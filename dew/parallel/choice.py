@@ -62,9 +62,9 @@ def choose_exchange(
     """Choose how one attention call is exchanged.
 
     A window or chunks that reach into one slice at most take the banded path, unless the kernel skips what a window
-    hides. Otherwise a call takes the all-to-all where its heads divide, because its kernel sees whole rows and skips what
-    order hides; a call that nothing is hidden from takes whichever sends fewer bytes. Heads too few to trade leave the
-    gather, or the ring where that ends early enough to send less.
+    hides. Otherwise a call takes the all-to-all where its heads divide, because its kernel sees whole rows and skips
+    what order hides; a call that nothing is hidden from takes whichever sends fewer bytes. Heads too few to trade leave
+    the gather, or the ring where that ends early enough to send less.
 
     Args:
         sizes: The call.
@@ -77,7 +77,7 @@ def choose_exchange(
     Raises:
         LayoutRefused: If the exchange named, or none at all, can run the call.
     """
-    refused = {path: reason for path in _TRANSFERS if (reason := _refusal(path, sizes))}
+    refused: dict[Path, str] = {path: reason for path in _TRANSFERS if (reason := _refusal(path, sizes))}
     costs = {path: sent_bytes(find(sizes)) for path, find in _TRANSFERS.items() if path not in refused}
     if named != "auto":
         if named in refused:
@@ -110,7 +110,9 @@ def checked_sequence_implementation(value: str) -> SequenceImplementation:
     """
     known = get_args(SequenceImplementation)
     if value not in known:
-        raise ValueError(f"sequence_impl must be one of {', '.join(map(repr, known))}. Received: sequence_impl={value!r}")
+        raise ValueError(
+            f"sequence_impl must be one of {', '.join(map(repr, known))}. Received: sequence_impl={value!r}"
+        )
     return value  # type: ignore[return-value]
 
 
@@ -137,7 +139,7 @@ def _preferred(sizes: AttentionSizes, costs: Mapping[Path, int], kernel_skips_wi
         return "banded", "what a token reads reaches into one slice at most"
     if trades and (sizes.is_causal or sizes.is_masked):
         return "all_to_all", "the heads divide, and its kernel skips what is hidden"
-    open_to = [path for path in ("all_to_all", "gather", "ring") if path in costs]
+    open_to = [path for path in costs if path != "banded"]
     path = min(open_to, key=lambda path: costs[path])
     few = "" if trades else "heads too few to trade; "
     return path, f"{few}sends least" if len(open_to) > 1 else f"{few}nothing else runs"
@@ -174,5 +176,7 @@ def _band_refusal(sizes: AttentionSizes) -> str | None:
     if reach is None:
         return "it needs a window or chunks"
     if reach > sizes.slice_length:
-        return f"a token reads {reach} positions before its slice, which is longer than the slice of {sizes.slice_length}"
+        return (
+            f"a token reads {reach} positions before its slice, which is longer than the slice of {sizes.slice_length}"
+        )
     return None

@@ -1,8 +1,8 @@
 """Attention with split queries beside whole keys and values, for any number of heads.
 
 Entry points: `gather_attention`, `gather_transfers`. With a slice of q bytes of queries and k of keys: all-gathers of
-2 N k bytes and permutes of 2 q (queries striped, their result back); backward reduce-scatters of 2 k and permutes of 2 q.
-Of an all-gather (N - 1) / N arrives from elsewhere, of a reduce-scatter N - 1 times its result.
+2 N k bytes and permutes of 2 q (queries striped, their result back); backward reduce-scatters of 2 k and permutes of
+2 q. Of an all-gather (N - 1) / N arrives from elsewhere, of a reduce-scatter N - 1 times its result.
 """
 
 import functools
@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import with_sinks
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
-from dew.parallel.pieces import Blocks, Result, add_piece, no_pieces, piece_gradients
-from dew.parallel.stripes import from_stripes, stripe_starts, to_stripes
+from dew.parallel.pieces import Blocks, Result, add_piece, finished, no_pieces, piece_gradients
+from dew.parallel.stripes import from_stripes, stripe_bytes, stripe_starts, to_stripes
 from dew.parallel.traffic import AttentionSizes, Transfer
 
 
 def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     """Attend from two blocks of queries to the gathered keys and values, block by block.
 
-    A block of keys after the queries' own is not computed: with striped queries every device computes 2 N + 1 of the 4 N
-    pairs of blocks, fewer with a window or chunks.
+    A block of keys after the queries' own is not computed: with striped queries every device computes 2 N + 1 of the
+    4 N pairs of blocks, fewer with a window or chunks.
 
     Args:
         shard: This device's part, of an even number of positions.
@@ -35,10 +34,9 @@ def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     key, value = (jax.lax.all_gather(x, call.axis, axis=1, tiled=True) for x in (shard.key, shard.value))
     queries = jnp.stack(to_stripes(shard.query, call.axis, call.shards))
     starts = jnp.stack(stripe_starts(call.index(), shard.slice_length, call.shards))
-    mixed, logsumexp = _attend(call, Blocks(queries, starts, shard.segments), key, value)
-    if shard.sinks is not None:
-        mixed = with_sinks(mixed, logsumexp, shard.sinks)
-    return from_stripes(*mixed.astype(shard.query.dtype), call.axis, call.shards)
+    mixed, logsumexp = _attend(call, queries, key, value, starts, shard.segments)
+    early, late = finished(mixed, logsumexp, shard)
+    return from_stripes(early, late, call.axis, call.shards)
 
 
 def gather_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
@@ -48,7 +46,7 @@ def gather_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
         sizes: The call.
     """
     shards = sizes.shards
-    stripes = 2 * sizes.query_bytes if sizes.is_causal or sizes.is_masked else 0
+    stripes = 2 * stripe_bytes(sizes.query_bytes, shards) if sizes.is_causal or sizes.is_masked else 0
     return (
         Transfer(kind="all-gather", result_bytes=2 * shards * sizes.key_bytes, shards=shards),
         Transfer(kind="collective-permute", result_bytes=stripes, shards=shards),
@@ -83,19 +81,21 @@ def _range(own: int, behind: int) -> range:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: SplitAttention, blocks: Blocks, key: Array, value: Array) -> Result:
-    size = blocks.queries.shape[2]
+def _attend(
+    call: SplitAttention, queries: Array, key: Array, value: Array, starts: Array, segments: Array | None
+) -> Result:
+    blocks, size = Blocks(queries, starts, segments), queries.shape[2]
 
     def step(result: Result, pair: Array) -> tuple[Result, None]:
         return add_piece(call, blocks, result, pair[0], _keys(key, value, pair[1] * size, size)), None
 
-    result, _ = jax.lax.scan(step, no_pieces(blocks.queries), _own_pairs(call, size))
+    result, _ = jax.lax.scan(step, no_pieces(queries), _own_pairs(call, size))
     return result
 
 
-def _attend_forward(call, blocks, key, value):
-    result = _attend(call, blocks, key, value)
-    return result, (blocks, key, value, result)
+def _attend_forward(call, queries, key, value, starts, segments):
+    result = _attend(call, queries, key, value, starts, segments)
+    return result, (Blocks(queries, starts, segments), key, value, result)
 
 
 def _attend_backward(call, residuals, cotangent):
@@ -110,8 +110,8 @@ def _attend_backward(call, residuals, cotangent):
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (blocks.queries, key, value)]
     sums, _ = jax.lax.scan(step, tuple(zeros), _own_pairs(call, size))
-    queries, *keys = (x.astype(like.dtype) for x, like in zip(sums, (blocks.queries, key, value), strict=True))
-    return Blocks(queries, None, None), *keys
+    operands = blocks.queries, key, value
+    return *(x.astype(like.dtype) for x, like in zip(sums, operands, strict=True)), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -123,7 +123,11 @@ def _own_pairs(call: SplitAttention, size: int) -> Array:
 
 
 def _keys(key: Array, value: Array, start: Array, size: int) -> tuple[Array, Array, Array]:
-    return *(jax.lax.dynamic_slice_in_dim(x, start, size, 1) for x in (key, value)), start
+    return (
+        jax.lax.dynamic_slice_in_dim(key, start, size, 1),
+        jax.lax.dynamic_slice_in_dim(value, start, size, 1),
+        start,
+    )
 
 
 def _added(total: Array, part: Array, start: Array) -> Array:

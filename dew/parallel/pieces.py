@@ -1,7 +1,7 @@
 """Attention whose keys arrive in pieces: the running result, and the gradients of one piece from the final one.
 
-Entry points: `Blocks`, `add_piece`, `piece_gradients`. The backward pass computes a piece's logits again and weighs them
-by the final log-sum-exp, so no piece is kept (FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; over
+Entry points: `Blocks`, `add_piece`, `piece_gradients`. The backward pass computes a piece's logits again and weighs
+them by the final log-sum-exp, so no piece is kept (FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; over
 devices, https://arxiv.org/abs/2310.01889).
 """
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from dew.arrays import Array, Float, Int
-from dew.kernels.attention import merge
+from dew.kernels.attention import merge, with_sinks
 from dew.kernels.attention_xla import MASKED
-from dew.parallel.attention_shard import SplitAttention, segments_from
+from dew.parallel.attention_shard import AttentionShard, SplitAttention, segments_from
 
 Result = tuple[Float[Array, "P B C N H"], Float[Array, "P B C N"]]
 """Mixed values and log-sum-exp, float32, of every block of queries."""
@@ -68,8 +68,8 @@ def piece_gradients(
 ) -> tuple[Array, Array, Array]:
     """Differentiate what one block of queries read in one piece of the keys.
 
-    With result o and log-sum-exp L over all pieces, and m and l of this one, o = sum exp(l - L) m: the cotangent of m is
-    exp(l - L) do, that of l is exp(l - L) (do . (m - o) + dL).
+    With result o and log-sum-exp L over all pieces, and m and l of this one, o = sum exp(l - L) m: the cotangent of m
+    is exp(l - L) do, that of l is exp(l - L) (do . (m - o) + dL).
 
     Args:
         call: The call.
@@ -92,6 +92,20 @@ def piece_gradients(
     by_mixed = cotangent[0][number]
     by_logsumexp = jnp.sum(by_mixed * (mixed - result[0][number]), axis=-1) + cotangent[1][number]
     return pull((weight[..., None] * by_mixed, weight * by_logsumexp))
+
+
+def finished(mixed: Array, logsumexp: Array, shard: AttentionShard) -> list[Float[Array, "B C N H"]]:
+    """Let the sinks join the softmax of each block and round to the dtype of the queries.
+
+    Args:
+        mixed: Mixed values of all blocks.
+        logsumexp: Their log-sum-exp.
+        shard: The call.
+    """
+    if shard.sinks is not None:
+        sinks = shard.sinks
+        mixed = jnp.stack([with_sinks(*block, sinks) for block in zip(mixed, logsumexp, strict=True)])
+    return list(mixed.astype(shard.query.dtype))
 
 
 def _piece(call, query, key, value, query_start, key_start, segments):

@@ -1,8 +1,9 @@
 """Attention whose keys and values go round the devices, one slice at a time.
 
-Entry points: `ring_attention` (https://arxiv.org/abs/2310.01889), `ring_transfers`, `ring_hops`. No device ever holds more
-keys than two slices. With a slice of q bytes of queries, k of keys and k32 of keys in float32, and R hops: permutes of 2 R k
-bytes, backward 2 R k + 2 (R + 1) k32; a causal call without a window also stripes, 2 q + 2 k more both ways.
+Entry points: `ring_attention` (https://arxiv.org/abs/2310.01889), `ring_transfers`, `ring_hops`. No device ever holds
+more keys than two slices. With a slice of q bytes of queries, k of keys and k32 of keys in float32, and R hops:
+permutes of 2 R k bytes, backward 2 R k + 2 (R + 1) k32; a call without window or chunks also stripes, 2 q + 2 k more
+both ways.
 """
 
 import functools
@@ -11,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import with_sinks
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
-from dew.parallel.pieces import Blocks, Result, add_piece, no_pieces, piece_gradients
-from dew.parallel.stripes import from_stripes, stripe_starts, to_stripes
+from dew.parallel.pieces import Blocks, Result, add_piece, finished, no_pieces, piece_gradients
+from dew.parallel.stripes import from_stripes, stripe_bytes, stripe_starts, to_stripes
 from dew.parallel.traffic import AttentionSizes, Transfer
 
 Pair = tuple[Float[Array, "P B C K H"], Float[Array, "P B C K H"]]
@@ -35,13 +35,11 @@ def ring_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     """
     call = shard.call
     is_striped = ring_stripes(call.window, call.chunk)
-    blocks = [_blocks(x, call, is_striped) for x in (shard.query, shard.key, shard.value)]
-    queries = Blocks(blocks[0], _starts(call, call.index(), shard.slice_length, is_striped), shard.segments)
-    mixed, logsumexp = _attend(call, queries, (blocks[1], blocks[2]))
-    if shard.sinks is not None:
-        mixed = with_sinks(mixed, logsumexp, shard.sinks)
-    mixed = mixed.astype(shard.query.dtype)
-    return from_stripes(*mixed, call.axis, call.shards) if is_striped else mixed[0]
+    query, *keys = (_blocks(x, call, is_striped) for x in (shard.query, shard.key, shard.value))
+    starts = _starts(call, call.index(), shard.slice_length, is_striped)
+    mixed, logsumexp = _attend(call, query, tuple(keys), starts, shard.segments)
+    first, *second = finished(mixed, logsumexp, shard)
+    return from_stripes(first, second[0], call.axis, call.shards) if is_striped else first
 
 
 def ring_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
@@ -51,7 +49,9 @@ def ring_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
         sizes: The call.
     """
     hops = ring_hops(sizes.slice_length, sizes.shards, sizes.window, sizes.chunk)
-    stripes = 2 * (sizes.query_bytes + sizes.key_bytes) if ring_stripes(sizes.window, sizes.chunk) else 0
+    stripes = 0
+    if ring_stripes(sizes.window, sizes.chunk):
+        stripes = 2 * stripe_bytes(sizes.query_bytes + sizes.key_bytes, sizes.shards)
     wide = sizes.key_bytes // sizes.item_bytes * 4
     forward, backward = 2 * hops * sizes.key_bytes, 2 * hops * sizes.key_bytes + 2 * (hops + 1) * wide
     return tuple(
@@ -90,7 +90,9 @@ def _starts(call: SplitAttention, index: Array, slice_length: int, is_striped: b
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: SplitAttention, blocks: Blocks, keys: Pair) -> Result:
+def _attend(call: SplitAttention, queries: Array, keys: Pair, starts: Array, segments: Array | None) -> Result:
+    blocks = Blocks(queries, starts, segments)
+
     def visit(result: Result, keys: Pair, hop: Array | int, pairs: Array) -> Result:
         def step(result: Result, pair: Array) -> tuple[Result, None]:
             return add_piece(call, blocks, result, pair[0], _block_of(call, keys, hop, pair[1])), None
@@ -102,14 +104,14 @@ def _attend(call: SplitAttention, blocks: Blocks, keys: Pair) -> Result:
         keys = _moved(keys, call, 1)
         return (visit(result, keys, number, _pairs(call, keys, number)), keys), None
 
-    result = visit(no_pieces(blocks.queries), keys, 0, _first_pairs(keys))
+    result = visit(no_pieces(queries), keys, 0, _first_pairs(keys))
     (result, _), _ = jax.lax.scan(hop, (result, keys), jnp.arange(1, _hops(call, keys) + 1))
     return result
 
 
-def _attend_forward(call, blocks, keys):
-    result = _attend(call, blocks, keys)
-    return result, (blocks, keys, result)
+def _attend_forward(call, queries, keys, starts, segments):
+    result = _attend(call, queries, keys, starts, segments)
+    return result, (Blocks(queries, starts, segments), keys, result)
 
 
 def _attend_backward(call, residuals, cotangent):
@@ -139,8 +141,8 @@ def _attend_backward(call, residuals, cotangent):
     hops = _hops(call, keys)
     (sums, _), _ = jax.lax.scan(hop, (sums, keys), jnp.arange(1, hops + 1))
     by_keys = _moved(sums[1:], call, -hops)
-    key, value = (x.astype(like.dtype) for x, like in zip(by_keys, keys, strict=True))
-    return Blocks(sums[0].astype(blocks.queries.dtype), None, None), (key, value)
+    pair = tuple(x.astype(like.dtype) for x, like in zip(by_keys, keys, strict=True))
+    return sums[0].astype(blocks.queries.dtype), pair, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

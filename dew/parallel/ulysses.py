@@ -1,8 +1,8 @@
 """Attention by trading positions for heads: each device attends the whole sequence with some of the heads.
 
 Entry points: `ulysses_attention` (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), `ulysses_transfers`. With a
-slice of q bytes of queries and k of keys: all-to-alls of q + 2 k' + q bytes, the same again in the backward pass; k' is k
-times the repetition of key/value heads that lets N devices divide them. Of each, (N - 1) / N leaves the device.
+slice of q bytes of queries and k of keys: all-to-alls of q + 2 k' + q bytes, the same again in the backward pass; k' is
+k times the repetition of key/value heads that lets N devices divide them. Of each, (N - 1) / N leaves the device.
 """
 
 import math

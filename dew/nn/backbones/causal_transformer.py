@@ -25,6 +25,7 @@ from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.sharding import constrain, gather_weights, unboxed
+from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.placement.stacks import Bank, StackView
 
 __all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
@@ -48,6 +49,8 @@ class CausalTransformer(nn.Module):
         scan_layers: Whether equal layers, in a row or in a repeating pattern, are stored in banks and scanned.
         bank_layers: Most layers a bank may hold; None means no bound.
         attention_impl: Attention kernel.
+        sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
+            "ring" or "banded" for every layer.
     """
 
     vocab_size: int
@@ -64,9 +67,11 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
+        checked_sequence_implementation(self.sequence_impl)
         if self.attention_impl not in ("auto", "xla"):
             raise ValueError(
                 f"attention_impl must be 'auto' or 'xla'. Received: attention_impl={self.attention_impl!r}"
@@ -226,7 +231,8 @@ class CausalTransformer(nn.Module):
         return parts
 
     def _layer(self, run: tuple[int, ...]) -> DecoderLayer:
-        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, self.attention_impl, parent=None)
+        kinds = self.attention_impl, self.sequence_impl
+        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, *kinds, parent=None)
 
     def _weights(self, name: str) -> Any:
         """Give the stored weights of a part."""
