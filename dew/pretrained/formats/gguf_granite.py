@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields, rotated_neighbours
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
@@ -23,4 +23,4 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-ARCHITECTURE = GgufArchitecture(name="granite", translate=translate, rotates_neighbours=True)
+ARCHITECTURE = GgufArchitecture(name="granite", translate=translate, row_order=rotated_neighbours)

@@ -1,4 +1,4 @@
-"""GGUF files of the `phi3` architecture: Phi-3 and Phi-4 without longrope, whose factors are tensors of the file."""
+"""GGUF files of the `phi3` architecture: Phi-3 and Phi-4. The factors of longrope are tensors of the file."""
 
 from typing import Any
 
@@ -15,12 +15,10 @@ _LAYER_TENSORS = {
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
-    """Translate the metadata to a `Phi3Config`. Factors of longrope are left over, and refused by their name."""
-    rotated = fields.get("rope.dimension_count")
+    """Translate the metadata to a `Phi3Config`."""
     shared = decoder_fields(fields, partial=True)
-    head_dim = shared.pop("head_dim")
-    if type(rotated) is int and rotated != head_dim:
-        shared["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
+    shared.pop("head_dim")
+    max_length = shared["max_position_embeddings"]
     window = fields.get("attention.sliding_window", 0)
     config = {
         "model_type": "phi3",
@@ -28,9 +26,12 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         **shared,
         "hidden_act": "silu",
         "sliding_window": fields.count("attention.sliding_window") if window else None,
-        "original_max_position_embeddings": shared["max_position_embeddings"],
+        "original_max_position_embeddings": shared["rope_parameters"].get(
+            "original_max_position_embeddings", max_length
+        ),
     }
-    fields.finish({"rope.scaling.original_context_length": (shared["max_position_embeddings"],)})
+    # The converter writes these of a model without longrope too.
+    fields.finish({"rope.scaling.original_context_length": (max_length,), "rope.scaling.attn_factor": (1.0,)})
     return config
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields, rotated_neighbours
 
 PERIOD = 4
 
@@ -23,4 +23,4 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-ARCHITECTURE = GgufArchitecture(name="smollm3", translate=translate, rotates_neighbours=True)
+ARCHITECTURE = GgufArchitecture(name="smollm3", translate=translate, row_order=rotated_neighbours)
