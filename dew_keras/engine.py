@@ -177,6 +177,7 @@ class Engine(RestoresRuns, PlacedModel):
                 key=self.seed,
                 mesh=self.mesh,
                 layout=self.layout,
+                microbatches=self.microbatches,
                 accumulation=compiled.accumulation,
                 step=self._steps.train if self._steps is not None and self._trains_by_own_step else None,
                 carry=self._steps.fresh_metrics() if self._steps is not None and self._trains_by_own_step else None,
@@ -336,6 +337,8 @@ class Engine(RestoresRuns, PlacedModel):
             ids = batch["x"]["tokens"] if isinstance(batch["x"], Mapping) else batch["x"]
             check_token_ids(self.module, ids, positions=np.shape(ids)[-1])
         x = {"x": batch["x"]}
-        placed = shard_batch(self.mesh, WholeBatch(x) if isinstance(batch, WholeBatch) else x)
+        placed = shard_batch(
+            self.mesh, WholeBatch(x) if isinstance(batch, WholeBatch) else x, microbatches=self.microbatches
+        )
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])

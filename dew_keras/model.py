@@ -188,6 +188,7 @@ class Model(StepMethods, WeightVerbs):
         mesh: Any = None,
         layout: Layout | None = None,
         remat: Any = None,
+        schedule: str | None = None,
         accumulation: int = 1,
         sampler: Any = "auto",
         dtype: Any = "auto",
@@ -215,6 +216,7 @@ class Model(StepMethods, WeightVerbs):
             mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
+            schedule: Order of the microbatches where the mesh has stages: "gpipe" or "1f1b"; None keeps the module's.
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
@@ -234,7 +236,7 @@ class Model(StepMethods, WeightVerbs):
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
         compiled.check_length(getattr(self.module, "max_length", None))
-        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
+        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, schedule=schedule, precision=precision)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """Describe what `compile` was given as JSON data; None before `compile`.
@@ -285,7 +287,7 @@ class Model(StepMethods, WeightVerbs):
             callbacks: Keras callbacks.
             validation_split: Part of the rows, cut off the end, to validate on.
             validation_data: Data to validate on: (x, y), (x, y, sample_weight), or what x may be.
-            shuffle: Whether arrays are shuffled every epoch, by (seed, epoch).
+            shuffle: Whether arrays, and the batches of a PyDataset, are shuffled every epoch, by (seed, epoch).
             class_weight: Weight by class.
             sample_weight: Weights, with arrays.
             initial_epoch: Epoch to begin with.

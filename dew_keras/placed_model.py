@@ -19,8 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from dew.objectives.language import LanguageModel
+from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout, refuse_unsupported_axes
-from dew.placement.mesh import as_mesh, batch_divisor
+from dew.placement.mesh import as_mesh, batch_divisor, microbatches_of
 from dew.placement.partition import data_partition
 from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
@@ -54,6 +55,7 @@ class PlacedModel:
         self.compiled: Compiled | None = None
         self.layout = Layout()
         self._mesh_given: Any = None
+        self.microbatches = 1
         self._compute: str | None = None
         self._storage: str | None = None
         self._master = "float32"
@@ -102,12 +104,15 @@ class PlacedModel:
     @property
     def sharing(self) -> RowSharing:
         """How batch rows meet the mesh. In a decoder of this library they never meet; in other modules they may."""
-        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh), fills=self.is_language_model)
+        return RowSharing(
+            batch_divisor(self.mesh, self.microbatches), data_partition(self.mesh), fills=self.is_language_model
+        )
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Enter the mesh and the rules that everything is traced under."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.layout.rules):
+        rules = nn.logical_axis_rules(self.layout.rules)
+        with jax.set_mesh(self.mesh), rules, microbatched_into(self.microbatches):
             yield
 
     def configure(
@@ -117,6 +122,7 @@ class PlacedModel:
         mesh: Any,
         layout: Layout | None,
         remat: Any,
+        schedule: str | None = None,
         precision: tuple[str | None, str | None],
     ) -> None:
         """Take over what `compile` decided; weights that are on a mesh move to the new one.
@@ -126,6 +132,7 @@ class PlacedModel:
             mesh: As `compile` takes it.
             layout: The rules; None takes the defaults.
             remat: What the backward pass recomputes.
+            schedule: Order of a pipeline's microbatches; None keeps the module's.
             precision: Compute and storage dtypes; None means the checkpoint's.
 
         Raises:
@@ -136,9 +143,10 @@ class PlacedModel:
         self.check_idle("compile")
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
-        module = self._configured_module(remat, precision[0])
+        module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
         refuse_unsupported_axes(new_mesh, "Training a model")
+        refuse_unstaged(new_mesh, module)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)
         fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
@@ -154,6 +162,7 @@ class PlacedModel:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
+        self.microbatches = microbatches_of(mesh)
         self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._init = None
@@ -170,9 +179,14 @@ class PlacedModel:
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
-    def _configured_module(self, remat: Any, dtype: str | None) -> Any:
+    def _configured_module(self, remat: Any, schedule: str | None, dtype: str | None) -> Any:
         module = self.given_module
         if not self.is_language_model:
+            if schedule is not None:
+                raise ValueError(
+                    f"schedule orders the pipeline of a language model; {type(module).__name__} has none. Received: "
+                    f"schedule={schedule!r}"
+                )
             if remat is not None:
                 raise ValueError(
                     f"remat configures language models; {type(module).__name__} decides it in its own code, with "
@@ -187,6 +201,8 @@ class PlacedModel:
         changes = {} if dtype is None else {"dtype": dtype}
         if remat is not None:
             changes["remat"] = remat
+        if schedule is not None:
+            changes["schedule"] = schedule
         return module.clone(**changes) if changes else module
 
     @property

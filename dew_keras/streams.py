@@ -344,14 +344,15 @@ def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:
     """Take an item of an iterable apart.
 
     Args:
-        item: (x,), (x, y) or (x, y, sample_weight).
+        item: (x,), (x, y) or (x, y, sample_weight); the inputs alone, an array or a dict, but from a generator.
         kind: What gave it, for the error.
 
     Raises:
         ValueError: If it is none of these.
     """
-    if isinstance(item, list) and kind != "generator":
-        item = tuple(item)
+    if kind != "generator":  # from a generator Keras takes tuples only
+        is_inputs = isinstance(item, Mapping) or hasattr(item, "shape")
+        item = (item,) if is_inputs else tuple(item) if isinstance(item, list) else item
     if not isinstance(item, tuple) or not 1 <= len(item) <= 3:
         raise ValueError(
             f"A {kind} must give tuples (x,), (x, y) or (x, y, sample_weight). Received: {type(item).__name__}"

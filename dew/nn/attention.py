@@ -12,13 +12,14 @@ import jax
 from flax import linen as nn
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import Implementation, Visibility, attention
+from dew.kernels.attention import Implementation, Visibility
 from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
 from dew.nn.masks import limited
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain, declare
+from dew.parallel.attention_kernel import sharded_attention
 from dew.parallel.choice import SequenceImplementation
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
 
@@ -93,7 +94,7 @@ class SelfAttention(nn.Module):
         features: Width of the residual stream.
         spec: Heads, biases, norms, rotary.
         param_dtype: Storage dtype of the weights.
-        implementation: Kernel of `dew.kernels.attention`.
+        implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
         sequence_impl: Exchange of a mesh that splits positions, one of `dew.parallel.choice`.
     """
 
@@ -140,12 +141,12 @@ class SelfAttention(nn.Module):
         query, key, value = self._heads(x, rotary)
         if cache is not None:
             cache, key, value = cache.append(key, value)
-            attend = attention
+            attend = sharded_attention
         elif splits_positions(jax.sharding.get_abstract_mesh()):
             attend = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
         else:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            attend = attention
+            attend = sharded_attention
         mixed = attend(
             query,
             key,
@@ -154,7 +155,7 @@ class SelfAttention(nn.Module):
             scale=self.spec.logit_scale,
             softcap=self.spec.softcap,
             sinks=self.sinks,
-            implementation=self.implementation,
+            implementation=self.implementation if cache is None else "auto",
         )
         return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
 

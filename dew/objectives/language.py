@@ -96,11 +96,21 @@ class LanguageModel:
         Returns:
             The cross entropy in nats per scored token, and the metric `token_accuracy`.
         """
+        total, correct, mass = self._scored(variables, batch, key, train)
+        return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
+
+    def _scored(
+        self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum the cross entropies, the tokens that are predicted and the weights."""
+        documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
+        if train and getattr(self.module, "scores_in_schedule", False):
+            scored = (batch["inputs"], batch["targets"], batch["weights"])
+            return self.module.apply(variables, *scored, **documents, method="token_loss")
         hidden = self.module.apply(
             variables,
             batch["inputs"],
-            positions=batch.get("positions"),
-            segment_ids=batch.get("segment_ids"),
+            **documents,
             train=train,
             method="hidden_states",
             rngs={"dropout": key} if train else None,
@@ -108,11 +118,7 @@ class LanguageModel:
         head = self.module.head_weight(variables)
         mesh = jax.sharding.get_abstract_mesh()
         scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
-        total, correct = sharded_token_loss(
-            mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap
-        )
-        mass = jnp.sum(batch["weights"])
-        return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
+        return sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
+from dew.kernels.attention_choice import Accelerator, AttentionCall, Implementation, attention_choice
 from dew.parallel.banded import banded_reach, banded_transfers
 from dew.parallel.gather import gather_transfers
 from dew.parallel.ring import ring_stripes, ring_transfers
 from dew.parallel.traffic import AttentionSizes, Transfer, sent_bytes
-from dew.parallel.ulysses import ulysses_transfers
+from dew.parallel.ulysses import traded_kv_heads, ulysses_transfers
 from dew.placement.layout import LayoutRefused
 
 Path = Literal["all_to_all", "gather", "ring", "banded"]
@@ -97,6 +98,35 @@ def choose_exchange(
         refused=refused,
         alternatives={other: cost for other, cost in costs.items() if other != path},
     )
+
+
+def skips_window(sizes: AttentionSizes, implementation: Implementation, device: Accelerator | None = None) -> bool:
+    """Say whether the kernel of the all-to-all, which sees whole rows, skips what a window hides.
+
+    Args:
+        sizes: The call.
+        implementation: Kernel to take; "auto" chooses.
+        device: The device; None means the one that programs run on by default.
+    """
+    if sizes.window is None or sizes.num_heads % sizes.shards:
+        return False
+    call = AttentionCall(
+        rows=sizes.rows,
+        num_queries=sizes.num_queries,
+        num_keys=sizes.num_keys,
+        num_heads=sizes.num_heads // sizes.shards,
+        num_kv_heads=traded_kv_heads(sizes.num_kv_heads, sizes.shards) // sizes.shards,
+        head_dim=sizes.head_dim,
+        dtype=sizes.dtype,
+        window=sizes.window,
+        chunk=sizes.chunk,
+        segments=sizes.is_masked,
+        softcap=sizes.has_softcap,
+        sinks=sizes.has_sinks,
+    )
+    kernel = attention_choice(call, implementation, device).kernel
+    # cuDNN has a window of its own, but documents make it read an explicit mask; the TPU kernel skips by any mask.
+    return kernel == "tpu" or (kernel == "cudnn" and not sizes.is_masked and sizes.chunk is None)
 
 
 def checked_sequence_implementation(value: str) -> SequenceImplementation:

@@ -15,7 +15,7 @@ from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
 from dew.parallel.banded import banded_attention
-from dew.parallel.choice import SequenceImplementation, choose_exchange, refused_length
+from dew.parallel.choice import SequenceImplementation, choose_exchange, refused_length, skips_window
 from dew.parallel.gather import gather_attention
 from dew.parallel.ring import ring_attention
 from dew.parallel.traffic import AttentionSizes
@@ -76,6 +76,7 @@ def sequence_attention(
 
     Raises:
         LayoutRefused: If the length does not divide as the exchange needs, or the exchange named cannot run the call.
+        ValueError: If the kernel named cannot run what the exchange leaves on a device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
@@ -90,23 +91,27 @@ def sequence_attention(
             f"sequence={shards} alone. Use the rule ('activation_length', 'sequence'), or a mesh with sequence=1."
         )
     segments = visibility.query_segments
-    choice = choose_exchange(
-        AttentionSizes(
-            rows=query.shape[0] // _size(mesh, rows),
-            num_queries=length,
-            num_keys=key.shape[1],
-            num_heads=query.shape[2] // _size(mesh, heads),
-            num_kv_heads=_read_kv_heads(query.shape[2], key.shape[2], _size(mesh, heads), kv_heads is not None),
-            head_dim=query.shape[3],
-            item_bytes=query.dtype.itemsize,
-            shards=shards,
-            is_masked=segments is not None,
-            has_sinks=sinks is not None,
-            window=visibility.window,
-            chunk=visibility.chunk,
-        ),
-        sequence_impl,
+    sizes = AttentionSizes(
+        rows=query.shape[0] // _size(mesh, rows),
+        num_queries=length,
+        num_keys=key.shape[1],
+        num_heads=query.shape[2] // _size(mesh, heads),
+        num_kv_heads=_read_kv_heads(query.shape[2], key.shape[2], _size(mesh, heads), kv_heads is not None),
+        head_dim=query.shape[3],
+        dtype=query.dtype.name,
+        shards=shards,
+        is_masked=segments is not None,
+        has_sinks=sinks is not None,
+        has_softcap=softcap is not None,
+        window=visibility.window,
+        chunk=visibility.chunk,
     )
+    choice = choose_exchange(sizes, sequence_impl, kernel_skips_window=skips_window(sizes, implementation))
+    if choice.path in ("gather", "ring") and implementation not in ("auto", "xla"):
+        raise ValueError(
+            f"The {choice.path} exchange attends piece by piece, which the kernel 'xla' alone does. "
+            f"Use attention_impl='auto'. Received: attention_impl={implementation!r}"
+        )
     call = SplitAttention(
         axis=AXIS,
         shards=shards,

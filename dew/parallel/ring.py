@@ -1,9 +1,8 @@
 """Attention whose keys and values go round the devices, one slice at a time.
 
-Entry points: `ring_attention` (https://arxiv.org/abs/2310.01889), `ring_transfers`, `ring_hops`. No device ever holds
-more keys than two slices. With a slice of q bytes of queries, k of keys and k32 of keys in float32, and R hops:
-permutes of 2 R k bytes, backward 2 R k + 2 (R + 1) k32; a call without window or chunks also stripes, 2 q + 2 k more
-both ways.
+Entry points: `ring_attention` (https://arxiv.org/abs/2310.01889), `ring_transfers`, `ring_hops`. With a slice of q bytes
+of queries, k of keys and k32 of keys in float32, and R hops: permutes of 2 R k bytes, backward 2 R k + 2 (R + 1) k32; a
+call without window or chunks also stripes, 2 q + 2 k more both ways.
 """
 
 import functools
@@ -22,7 +21,7 @@ Pair = tuple[Float[Array, "P B C K H"], Float[Array, "P B C K H"]]
 
 
 def ring_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
-    """Attend from this device's queries to each slice of keys as it passes.
+    """Attend from this device's queries to each slice of keys as it passes; a device holds two slices at most.
 
     Where a query reads all keys before it, slices are striped, so that every device computes two halves of a slice at
     every hop. With a window or chunks they stay in order and the ring ends where no query reads further back.

@@ -6,6 +6,8 @@ Entry points: `AttentionSizes`, `Transfer`; each exchange has a function from th
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+
 Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "collective-permute"]
 
 
@@ -20,11 +22,12 @@ class AttentionSizes:
         num_heads: Query heads N of one tensor shard.
         num_kv_heads: Key/value heads K that those read.
         head_dim: Width H of a head.
-        item_bytes: Bytes of a number in the compute dtype.
+        dtype: Compute dtype.
         shards: Devices that split the positions.
         is_causal: Whether a query reads no later key.
         is_masked: Whether documents or validity hide further keys.
         has_sinks: Whether a logit per head joins the softmax.
+        has_softcap: Whether the logits are bounded.
         window: How many tokens a token reads, itself included; None means all before it.
         chunk: Length of the blocks of tokens that a token reads its own of; None means all.
     """
@@ -35,13 +38,19 @@ class AttentionSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    item_bytes: int
+    dtype: str
     shards: int
     is_causal: bool = True
     is_masked: bool = False
     has_sinks: bool = False
+    has_softcap: bool = False
     window: int | None = None
     chunk: int | None = None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return jnp.dtype(self.dtype).itemsize
 
     @property
     def slice_length(self) -> int:

@@ -116,7 +116,7 @@ def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = (), *, leading: int = 0)
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> PyTree:
+def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, microbatches: int = 1) -> PyTree:
     """Assemble this process's share of a batch into global arrays.
 
     Args:
@@ -125,12 +125,14 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
             the caller may reuse its buffers. A `WholeBatch` is not split: every device gets all of its rows.
         is_stacked: Whether the arrays are several batches, `[batches, rows of this share, ...]`; a vector `[batches]`
             is then replicated.
+        microbatches: Microbatches that a pipeline cuts each device's rows into.
 
     Returns:
         The tree of global arrays, placed by `batch_sharding`.
 
     Raises:
-        ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
+        ValueError: If the global rows do not divide over the row shards, or a shard's rows into the microbatches,
+            naming batch sizes that do.
     """
     lead = int(is_stacked)
     is_alone, is_whole = jax.process_count() == 1, isinstance(host_batch, WholeBatch)
@@ -143,7 +145,7 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
         local = np.array(leaf, copy=True)
         has_rows = local.ndim > lead and not is_whole
         if has_rows:
-            _check_rows(mesh, path, local.shape[lead] * count, divisor)
+            _check_rows(mesh, path, local.shape[lead] * count, divisor, microbatches)
         arrays.append(local)
         whole = NamedSharding(mesh, PartitionSpec())
         places.append(batch_sharding(mesh, local.shape, leading=lead) if has_rows else whole)
@@ -168,13 +170,20 @@ def _on_one_device(place: NamedSharding) -> Any:
     return jax.jit(lambda arrays: arrays, out_shardings=place)
 
 
-def _check_rows(mesh: Mesh, path: Any, rows: int, divisor: int) -> None:
+def _check_rows(mesh: Mesh, path: Any, rows: int, shards: int, microbatches: int) -> None:
+    divisor = shards * microbatches
     if rows % divisor == 0 and rows:
         return
     below = rows // divisor * divisor
     works = [str(size) for size in (below, below + divisor) if size]
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
+    if rows % shards == 0 and rows:
+        raise ValueError(
+            f"Batch {path_name(path) or 'array'!r} has {rows // shards} rows on each of the {shards} row shards of the "
+            f"mesh ({axes}), which do not divide into microbatches={microbatches} of the pipeline "
+            f"(stage={mesh.shape['stage']}). Use a batch of {' or '.join(works)} rows, or other microbatches."
+        )
     raise ValueError(
-        f"Batch {path_name(path) or 'array'!r} has {rows} global rows, which do not divide over the {divisor} row "
+        f"Batch {path_name(path) or 'array'!r} has {rows} global rows, which do not divide over the {shards} row "
         f"shards of the mesh ({axes}). Use a batch of {' or '.join(works)} rows."
     )

@@ -22,7 +22,7 @@ from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
-from dew.pretrained.families.fields import Fields
+from dew.pretrained.families.fields import MAX_LAYERS, Fields
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
@@ -35,7 +35,6 @@ from dew.pretrained.torch_pickle import open_pickled
 from dew.tree import closest, named_leaves, nested
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
-MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ def compiles(module=None, **arguments):
         ({"sampler": "topk"}, r"Did you mean 'top_k'.*Received: sampler='topk'"),
         ({"dtype": "float8"}, r"Unknown dtype name"),
         ({"remat": "full"}, r"Linear decides it in its own code"),
+        ({"schedule": "1f1b"}, r"Linear has none. Received: schedule='1f1b'"),
+        ({"mesh": {"stage": 2}}, r"stage=2 pipelines a layer stack, and Linear has none"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulation": 2}, r"not both"),
     ],
 )
@@ -51,7 +53,8 @@ def test_a_bad_argument_is_refused_at_compile(arguments, text):
         ({"metrics": "accuracy"}, r"Expected `metrics` argument to be a list or tuple. Received: metrics='accuracy'"),
         ({"loss_weights": [2.0]}, r"Received: loss_weights=\[2.0\]"),
         ({"remat": "minimal"}, r"minimal"),
-        ({"mesh": {"stage": 2}}, r"stage"),
+        ({"mesh": {"stage": 8}}, r"stage=8 does not divide the model's 4 layers. Use stage=2 or 4"),
+        ({"schedule": "zigzag"}, r"schedule must be 'gpipe' or '1f1b'"),
     ],
 )
 def test_a_language_model_refuses_what_it_cannot_do(arguments, text):

@@ -156,6 +156,19 @@ def test_datasets_generators_and_iterables_train_as_arrays_do():
     assert len(next(endless)[0]) == 4, "no batch beyond those trained on was taken"
 
 
+def test_a_dataset_may_give_the_inputs_alone_as_in_keras():
+    x, _, _ = rows(10)
+
+    class Inputs(Batches):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0]
+
+    ours, theirs = twins(optimizer="sgd", loss="mse")
+    np.testing.assert_allclose(
+        ours.predict(Inputs((x,), 4), verbose=0), theirs.predict(Inputs((x,), 4), verbose=0), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_validation_split_is_the_end_of_the_rows_before_shuffling():
     x, y, _ = rows(10)
     split = twins(optimizer="sgd", loss="mse")[0].fit(x, y, 4, 1, 0, validation_split=0.3).history

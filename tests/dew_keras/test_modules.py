@@ -157,6 +157,10 @@ def test_several_inputs_are_passed_by_name_or_position(form):
     trained = model.fit(inputs, y, 5, 1, 0).history["loss"][0]
     assert trained > 5000, "the module was told that it trains"
     assert model.predict(inputs, verbose=0).shape == (10, 3)
+    assert model.evaluate(inputs, y, verbose=0) < 50
+    for verb in (model.evaluate, model.fit):  # a tuple is a tuple of inputs, never (x, y), as in Keras
+        with pytest.raises(ValueError, match=r"'mse' needs targets, and y is missing.*a tuple of inputs"):
+            verb((x, y), verbose=0)
     assert np.abs(model.predict(inputs, verbose=0)).max() < 50
 
 

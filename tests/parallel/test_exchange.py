@@ -12,8 +12,9 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.kernels.attention import attention
+from dew.kernels.attention_choice import Accelerator
 from dew.nn.masks import causal_visibility, limited
-from dew.parallel.choice import choose_exchange
+from dew.parallel.choice import choose_exchange, skips_window
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention
 from dew.parallel.traffic import AttentionSizes
 from dew.placement.layout import LayoutRefused
@@ -133,7 +134,7 @@ def sizes(case: Case) -> AttentionSizes:
         num_heads=heads,
         num_kv_heads=int(kv_heads),
         head_dim=H,
-        item_bytes=4,
+        dtype="float32",
         shards=shards,
         is_masked=case.packed,
         has_sinks=case.sinks,
@@ -172,7 +173,15 @@ def test_what_is_sent_is_what_the_formula_says(name):
     assert bool(found) == (name != "chunks that end with slices")
 
 
-FACTS = {"rows": 2, "num_queries": 64, "num_keys": 64, "num_kv_heads": 2, "head_dim": 8, "item_bytes": 2, "shards": 4}
+FACTS = {
+    "rows": 2,
+    "num_queries": 64,
+    "num_keys": 64,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "dtype": "bfloat16",
+    "shards": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +237,35 @@ def test_what_cannot_run_is_refused_with_what_can(named, change, message):
     facts = {**FACTS, **change}
     with pytest.raises(LayoutRefused, match=message):
         choose_exchange(AttentionSizes(**{**facts, "num_keys": facts["num_queries"]}), named)
+
+
+HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
+
+
+@pytest.mark.parametrize(
+    "change, device, skips",
+    [
+        ({}, HOPPER, True),
+        ({"is_masked": True}, HOPPER, False),
+        ({"has_sinks": True}, HOPPER, False),
+        ({"dtype": "float32"}, HOPPER, False),
+        ({"num_heads": 6}, HOPPER, False),
+        ({"window": None}, HOPPER, False),
+        ({}, Accelerator(platform="cpu"), False),
+    ],
+)
+def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
+    facts = {**FACTS, "num_heads": 4, "window": 17, **change}
+    assert skips_window(AttentionSizes(**facts), "auto", device) is skips
+
+
+def test_a_kernel_that_cannot_attend_piece_by_piece_is_refused():
+    query, key, value, *_ = operands(4, 2)
+    with (
+        jax.set_mesh(build_mesh(MeshSpec(sequence=8))),
+        pytest.raises(ValueError, match="gather exchange attends piece by piece.*Received: attention_impl='cudnn'"),
+    ):
+        sequence_attention(query, key, value, visibility=causal_visibility(T), scale=1.0, implementation="cudnn")
 
 
 def test_rules_that_split_positions_otherwise_are_refused():

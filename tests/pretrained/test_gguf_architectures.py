@@ -217,6 +217,9 @@ def test_longrope_is_read_from_its_tables(written):
         ("gpt_neox", "gptneox", {"use_parallel_residual": 1}, "use_parallel_residual must be true or false"),
         ("gpt2", "gpt2", {"attention.head_count_kv": 2}, r"not supported: gpt2\.attention\.head_count_kv=2"),
         ("glm4", "glm4", {"rope.dimension_count": 16}, "rope.dimension_count=16 exceeds the 8 of a head"),
+        *((arch, arch, {"block_count": 2**31 - 1}, "at most 4096 layers") for arch in ("smollm3", "gemma2", "gpt2")),
+        ("cohere2", "cohere2", {"block_count": 2**31 - 1, "attention.sliding_window": 8}, "at most 4096 layers"),
+        *((arch, arch, {"rope.dimension_count": 4}, "heads of 4 are not") for arch in ("smollm3", "olmo2", "granite")),
         ("olmo3", "olmo2", {"rope.scaling.type": "yarn"}, r"lacks olmo2\.rope\.scaling\.factor"),
     ],
 )

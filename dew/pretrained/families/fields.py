@@ -36,6 +36,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False, None),
     "tie_encoder_decoder": (False, None),
 }
+MAX_LAYERS = 4096
+"""More layers than any model has; a list of them is made before anything else shows that a number is absurd."""
 _MISSING = object()
 
 

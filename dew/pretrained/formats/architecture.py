@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dew.pretrained.families.fields import MAX_LAYERS
 from dew.pretrained.families.rotary import longrope_factor
 from dew.pretrained.gguf import GgufFile
 from dew.pretrained.source import CheckpointError
@@ -252,6 +253,21 @@ def decoder_fields(
     }
 
 
+def pop_implied_head_dim(fields: GgufFields, shared: dict[str, Any]) -> int:
+    """Take the width of a head out of the shared fields, for a config that cannot state it.
+
+    Raises:
+        CheckpointError: If it is not the width of the model divided by the heads.
+    """
+    head_dim, heads, width = shared.pop("head_dim"), shared["num_attention_heads"], shared["hidden_size"]
+    if head_dim * heads != width:
+        raise CheckpointError(
+            f"{fields.where}: heads of {head_dim} are not the width {width} divided by {heads}, which a config of this "
+            "architecture cannot express."
+        )
+    return head_dim
+
+
 def plain_fields(fields: GgufFields) -> dict[str, Any]:
     """Read the sizes that every decoder has.
 
@@ -259,8 +275,11 @@ def plain_fields(fields: GgufFields) -> dict[str, Any]:
         CheckpointError: If one is missing or of the wrong type.
     """
     tokens = fields.file.metadata.get("tokenizer.ggml.tokens")
+    num_layers = fields.count("block_count")
+    if num_layers > MAX_LAYERS:
+        raise CheckpointError(f"{fields.where}: block_count={num_layers}; at most {MAX_LAYERS} layers are read.")
     return {
-        "num_hidden_layers": fields.count("block_count"),
+        "num_hidden_layers": num_layers,
         "max_position_embeddings": fields.count("context_length"),
         "hidden_size": fields.count("embedding_length"),
         "intermediate_size": fields.count("feed_forward_length"),

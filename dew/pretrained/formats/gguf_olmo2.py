@@ -8,6 +8,7 @@ from dew.pretrained.formats.architecture import (
     GgufFields,
     decoder_fields,
     layer_kinds,
+    pop_implied_head_dim,
 )
 
 _LAYER_TENSORS = {
@@ -25,7 +26,7 @@ PERIOD = 4
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to an `Olmo2Config`, or to an `Olmo3Config` where there is a window."""
     shared = decoder_fields(fields)
-    shared.pop("head_dim")
+    pop_implied_head_dim(fields, shared)
     config = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], **shared, "hidden_act": "silu"}
     if fields.get("attention.sliding_window", 0):
         rotary = shared["rope_parameters"]

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import (
+    GgufArchitecture,
+    GgufFields,
+    decoder_fields,
+    pop_implied_head_dim,
+)
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -17,7 +22,7 @@ _LAYER_TENSORS = {
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to a `Phi3Config`."""
     shared = decoder_fields(fields, partial=True)
-    shared.pop("head_dim")
+    pop_implied_head_dim(fields, shared)
     max_length = shared["max_position_embeddings"]
     window = fields.get("attention.sliding_window", 0)
     config = {

@@ -249,7 +249,7 @@ def test_a_missing_weight_is_named():
     [
         ("remat", "minimal", "remat policy 'minimal' is not available yet"),
         ("sequence_impl", "ulysses", "sequence_impl must be one of 'auto', 'all_to_all', 'gather', 'ring', 'banded'"),
-        ("attention_impl", "cudnn", "attention_impl must be 'auto' or 'xla'. Received: attention_impl='cudnn'"),
+        ("attention_impl", "flash", "attention_impl must be one of 'auto', 'xla', .*Received: attention_impl='flash'"),
         ("bank_layers", 0, "bank_layers must be None or positive. Received: bank_layers=0"),
     ],
 )
