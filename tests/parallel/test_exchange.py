@@ -263,7 +263,7 @@ def test_a_kernel_that_cannot_attend_piece_by_piece_is_refused():
     query, key, value, *_ = operands(4, 2)
     with (
         jax.set_mesh(build_mesh(MeshSpec(sequence=8))),
-        pytest.raises(ValueError, match="gather exchange attends piece by piece.*Received: attention_impl='cudnn'"),
+        pytest.raises(ValueError, match=r"gather exchange attends piece by piece.*Received: attention_impl='cudnn'"),
     ):
         sequence_attention(query, key, value, visibility=causal_visibility(T), scale=1.0, implementation="cudnn")
 
