@@ -152,11 +152,14 @@ MESHES = {
     "tensor=4": MeshSpec(tensor=4),
     "sequence=4 tensor=2": MeshSpec(sequence=4, tensor=2),
     "sequence=2 tensor=2 fsdp=2": MeshSpec(sequence=2, tensor=2, fsdp=2),
+    "stage=2 tensor=2": MeshSpec(stage=2, tensor=2, microbatches=2),
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, mesh",
+    [(name, mesh) for name in MODELS for mesh in MESHES if (name, mesh) != ("mamba", "stage=2 tensor=2")],  # 3 layers
+)
 def test_a_mesh_trains_as_one_device(name, mesh):
     want_loss, want, _ = loss_and_gradients(name, None)
     loss, got, large = loss_and_gradients(name, MESHES[mesh])

@@ -29,6 +29,7 @@ from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
+from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline, current_pipeline
@@ -57,6 +58,8 @@ class CausalTransformer(nn.Module):
         bank_layers: Most layers a bank may hold; None means no bound.
         attention_impl: Attention kernel of whole sequences, see `dew.kernels.attention_choice.KERNELS`; "auto" takes
             the first that can run the call, as every call with a cache does.
+        sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
+            "ring" or "banded" for every layer.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
     """
 
@@ -74,12 +77,14 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
     schedule: Schedule = "gpipe"
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
         checked_schedule(self.schedule)
         check_implementation("attention_impl", self.attention_impl)
+        checked_sequence_implementation(self.sequence_impl)
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
@@ -155,12 +160,12 @@ class CausalTransformer(nn.Module):
                     "LanguageModel only. Use schedule='gpipe' for another loss."
                 )
             x = self._run_stages(pipeline, tokens, positions, segment_ids)
-            return self._apply("norm", x)
+            return self._normed(x)
         if cache is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             x = self._embedded(tokens, positions)
             x = self._run_layers(x, self._surroundings(tokens.shape[1], segment_ids), self._tables(positions))
-            return self._apply("norm", x).astype(self.dtype)
+            return self._normed(x)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
@@ -169,7 +174,7 @@ class CausalTransformer(nn.Module):
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
         around = Surroundings(visibility, real=None if segment_ids is None else real)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
-        return self._apply("norm", x).astype(self.dtype), cache
+        return self._normed(x), cache
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -247,7 +252,8 @@ class CausalTransformer(nn.Module):
         return parts
 
     def _layer(self, run: tuple[int, ...]) -> DecoderLayer:
-        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, self.attention_impl, parent=None)
+        kinds = self.attention_impl, self.sequence_impl
+        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, *kinds, parent=None)
 
     def _weights(self, name: str) -> Any:
         """Give the stored weights of a part."""
@@ -267,6 +273,10 @@ class CausalTransformer(nn.Module):
         """Apply a part that is stored on its own, with given weights of such parts or the stored ones."""
         part, weights = self._parts()[name], self._weights(name) if outer is None else outer[name]
         return part.apply({"params": self._ready(part, weights)}, *inputs)
+
+    def _normed(self, x: Float[Array, "B T D"], outer: Any = None) -> Float[Array, "B T D"]:
+        """Apply the last norm, in the dtype of the residual stream."""
+        return self._apply("norm", x, outer=outer).astype(self.dtype)
 
     def _embedded(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], outer: Any = None
@@ -400,7 +410,7 @@ class CausalTransformer(nn.Module):
             return self._embedded(given["tokens"], given.get("positions", counted), outer)
 
         def score(outer, x, given):
-            hidden, mesh = self._apply("norm", x, outer=outer), jax.sharding.get_abstract_mesh()
+            hidden, mesh = self._normed(x, outer), jax.sharding.get_abstract_mesh()
             table, scored = outer[head]["embedding"], (given["targets"], given["weights"])
             total, *further = sharded_token_loss(
                 mesh, hidden, table, *scored, scale=self.logit_scale, softcap=self.logit_softcap
