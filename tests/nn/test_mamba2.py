@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dew.nn.block import LayerSpec
+from dew.nn.block import DecoderLayer, LayerSpec, Surroundings
 from dew.nn.embed import EmbeddingSpec
 from dew.nn.mamba2 import Mamba2Spec
+from dew.nn.masks import causal_visibility
 from dew.nn.mlp import MlpSpec
 from dew.nn.norm import NormSpec
 from dew.nn.sharding import unboxed
@@ -190,6 +191,12 @@ def test_a_residual_stream_in_float32_keeps_what_bfloat16_rounds_away():
     outside = {name: part for name, part in variables["params"].items() if not name.startswith("layers")}
     in_float32 = tuple(dataclasses.replace(layer, residual_in_float32=True) for layer in module.layers)
     assert error(in_float32) < 0.75 * error(module.layers)
+    weights = stack_view(module).unstack(variables)["params"]["layers_0"]
+    layer = DecoderLayer(module.features, in_float32[0])
+    x, narrow = jnp.zeros((1, 4, module.features)), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), weights)
+    added, _ = layer.apply({"params": narrow}, x, Surroundings(causal_visibility(4)))
+    assert np.abs(added).max() > 0.1
+    np.testing.assert_array_equal(added, added.astype("bfloat16").astype("float32"))  # what is added is computed so
 
 
 @pytest.mark.parametrize("spec", [GROUPED, SHARED], ids=["groups split", "groups whole"])
