@@ -10,6 +10,7 @@ from flax.core import freeze
 
 import dew_keras
 from tests.dew_keras.nets import Linear, Regularised, kernel, rows, twins, weights_of
+from tests.tiny import tiny_decoder
 
 MAE = keras.metrics.MeanAbsoluteError
 
@@ -339,6 +340,18 @@ def test_an_added_loss_does_not_depend_on_filling(batch):
     outputs = x @ weight + bias
     if batch >= 5:
         np.testing.assert_allclose(losses[1][0], np.mean((outputs - y) ** 2 + outputs**2), rtol=1e-5)
+
+
+def test_a_decoder_is_filled_up_but_where_code_of_ones_own_sees_its_rows():
+    fills = {}
+    for kind in (
+        dew_keras.Model,
+        OwnTest,
+        type("OwnPredict", (dew_keras.Model,), {"predict_step": OwnTest.predict_step}),
+    ):
+        engine = kind(tiny_decoder(num_layers=1))._engine
+        fills[kind.__name__] = engine.sharing.fills, engine.predict_sharing.fills
+    assert fills == {"Model": (True, True), "OwnTest": (False, False), "OwnPredict": (True, False)}
 
 
 def test_a_test_step_of_one_s_own_leaves_training_to_the_engine():
