@@ -82,6 +82,15 @@ def test_steps_per_execution_changes_no_number_and_traces_at_most_twice(count, a
     assert all(programs.of_microstep(microstep)._cache_size() == 0 for microstep in range(accumulation))
 
 
+def test_one_batch_is_placed_once_whatever_the_steps_per_execution():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse", steps_per_execution=4)
+    losses = [model.train_on_batch(x, y) for _ in range(2)]
+    assert losses[1] < losses[0]
+    assert model.trainer._programs._loop._cache_size() == 0
+
+
 def test_steps_per_execution_predicts_the_rows_given():
     x, _, _ = rows(10)
     model, _ = fitted()
