@@ -76,6 +76,19 @@ def test_fit_generate_fit_is_fit_fit(model):
     jax.tree.map(np.testing.assert_array_equal, got, fitted(other, 1))
 
 
+def test_a_mesh_that_splits_positions_trains_generates_and_trains():
+    split = {"fsdp": 2, "tensor": 2, "sequence": 2}
+    model, other, alone = model_on(split), model_on(split), model_on({"data": 8})
+    for one in (model, other, alone):
+        fitted(one, 0)
+    before = held(model)
+    assert model.generate(PROMPTS, **ANSWER) == alone.generate(PROMPTS, **ANSWER)
+    drawn = [one.generate(PROMPTS, sampler="top_k", seed=5, **ANSWER) for one in (model, alone)]
+    assert drawn[0] == drawn[1]
+    assert_held(model, before)
+    jax.tree.map(np.testing.assert_array_equal, fitted(model, 1), fitted(other, 1))
+
+
 def test_while_it_generates_the_weights_are_there_and_nowhere_else(model, monkeypatch):
     seen = {}
 
