@@ -28,6 +28,7 @@ from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
+from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline, current_pipeline
@@ -56,6 +57,8 @@ class CausalTransformer(nn.Module):
         bank_layers: Most layers a bank may hold; None means no bound.
         attention_impl: Attention kernel of whole sequences, see `dew.kernels.attention_choice.KERNELS`; "auto" takes
             the first that can run the call, as every call with a cache does.
+        sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
+            "ring" or "banded" for every layer.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
     """
 
@@ -73,12 +76,14 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
     schedule: Schedule = "gpipe"
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
         checked_schedule(self.schedule)
         check_implementation("attention_impl", self.attention_impl)
+        checked_sequence_implementation(self.sequence_impl)
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
@@ -246,7 +251,8 @@ class CausalTransformer(nn.Module):
         return parts
 
     def _layer(self, run: tuple[int, ...]) -> DecoderLayer:
-        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, self.attention_impl, parent=None)
+        kinds = self.attention_impl, self.sequence_impl
+        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, *kinds, parent=None)
 
     def _weights(self, name: str) -> Any:
         """Give the stored weights of a part."""
