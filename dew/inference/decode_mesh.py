@@ -124,10 +124,11 @@ def decode_view(variables: Any, mesh: Mesh) -> Any:
     """
 
     def view(path: str, leaf: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, getattr(leaf.sharding, "spec", PartitionSpec()))
+        spec = getattr(leaf.sharding, "spec", PartitionSpec())
+        sharding = NamedSharding(mesh, spec)
         if not holds_the_same(leaf, sharding):
             raise LayoutRefused(
-                f"{path} {leaf.shape} is split as {leaf.sharding.spec}, over an axis that decoding folds into data, "
+                f"{path} {leaf.shape} is split as {spec}, over an axis that decoding folds into data, "
                 "so it has no view there. Move the weights first, with move_leaf_by_leaf onto decode_mesh(mesh, "
                 f"stored={stored_axes(variables)}), as dew_keras' generate does; or load them for another mesh."
             )
