@@ -150,15 +150,15 @@ class Pipeline:
         chosen = jnp.maximum(microbatches, 0)
         return jax.tree.map(lambda leaf: self.pinned(jnp.take(leaf, chosen, axis=0)), inputs)
 
+    def of_working(self, microbatches: Int[Array, "stages"], sums: Any) -> Any:
+        """Keep the sums of stages that work on a microbatch; those of idle ones count for nothing."""
+        works = microbatches >= 0
+        return jax.tree.map(lambda leaf: jnp.where(works.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0), sums)
+
     def at(self, stage: int, inside: Any, elsewhere: Shaped[Array, "stages ..."]) -> Shaped[Array, "stages ..."]:
         """Put a value in place of one stage's: `inside` has no stage dimension."""
-        return jnp.where(self._column(np.arange(self.stages) == stage, elsewhere.ndim), inside, elsewhere)
-
-    def where(
-        self, chosen: Shaped[Array, "stages"], x: Shaped[Array, "stages ..."], otherwise: Any
-    ) -> Shaped[Array, "stages ..."]:
-        """Keep the values of the chosen stages."""
-        return jnp.where(self._column(chosen, x.ndim), x, otherwise)
+        is_here = (np.arange(self.stages) == stage).reshape(-1, *(1,) * (elsewhere.ndim - 1))
+        return jnp.where(is_here, inside, elsewhere)
 
     def shifted(self, x: Shaped[Array, "stages rows T D"], by: int) -> Shaped[Array, "stages rows T D"]:
         """Hand every stage's value to the stage `by` further; what nobody hands to becomes zero."""
@@ -189,6 +189,3 @@ class Pipeline:
         names = (*TOKEN_NAMES, *(None,) * (len(shape) - 3))
         found = resolve(names, shape[1:], self.mesh, nn.get_logical_axis_rules() or DEFAULT_RULES).spec
         return PartitionSpec(STAGE, *found, *(None,) * (len(shape) - 1 - len(found)))
-
-    def _column(self, x: Any, ndim: int) -> Array:
-        return jnp.asarray(x).reshape(-1, *(1,) * (ndim - 1))
