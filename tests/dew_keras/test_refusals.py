@@ -41,12 +41,11 @@ def test_a_length_that_does_not_divide_over_the_sequence_axis_is_refused_by_comp
     model = dew_keras.Model(tiny_decoder())
     model.compile("sgd", mesh={"sequence": 8}, sequence_length=48)
     compiled = model.get_compile_config()
-    with pytest.raises(dew_keras.LayoutRefused, match="Rows of 40 positions .* Use rows of 32 or 48 positions"):
+    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 40 positions .* Use rows of 32 or 48 positions"):
         model.compile("sgd", mesh={"sequence": 8}, sequence_length=40)
     assert model.get_compile_config() == compiled
-    # Texts alone are cut to a length that works; rows of the caller's own are refused before a step.
     rows = np.ones((8, 45), np.int32)
-    with pytest.raises(dew_keras.LayoutRefused, match="Rows of 44 positions .* Use rows of 40 or 48 positions"):
+    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 44 positions .* Use rows of 40 or 48 positions"):
         model.fit(rows, batch_size=8, verbose=0)
     assert np.isfinite(model.evaluate(np.ones((8, 49), np.int32), batch_size=8, verbose=0, return_dict=True)["loss"])
 
