@@ -90,9 +90,15 @@ class Engine(RestoresRuns, PlacedModel):
 
     @property
     def sharing(self) -> RowSharing:
-        """How batch rows meet the mesh; in a step of the user's own rows may meet in any model."""
+        """How the rows of training and scoring meet the mesh; in a step of the user's own they may in any model."""
         sharing = super().sharing
-        return dataclasses.replace(sharing, fills=sharing.fills and not self.overrides)
+        return dataclasses.replace(sharing, fills=sharing.fills and self.overrides <= {"predict_step"})
+
+    @property
+    def predict_sharing(self) -> RowSharing:
+        """How the rows of `predict` meet the mesh."""
+        sharing = super().sharing
+        return dataclasses.replace(sharing, fills=sharing.fills and "predict_step" not in self.overrides)
 
     @property
     def bound_objective(self) -> Any:
@@ -252,7 +258,9 @@ class Engine(RestoresRuns, PlacedModel):
             saved, progress = self.waiting.begin()
             if saved is not None:
                 state = self._continued(state, saved) or state
+            self.waiting.take(None)
             loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
+            batches = loop.batches
             run = FitRun(
                 loop=loop,
                 gate=gate,
@@ -271,6 +279,8 @@ class Engine(RestoresRuns, PlacedModel):
                 loop.drain()
             finally:
                 self.state, self._run = loop.state, None
+                if loop.batches == batches:  # refused data does not use the place up
+                    self.waiting.offer(progress.offered)
                 self.show_iterations()
 
     def show_iterations(self) -> None:

@@ -178,7 +178,7 @@ class PlacedModel:
             self._move(places)
         if self.is_built and self._storage is not None:
             params = cast_floats(self.variables["params"], self._storage)
-            self.set_variables({**self.variables, "params": params})
+            self._set_variables({**self.variables, "params": params})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -212,11 +212,6 @@ class PlacedModel:
     def is_built(self) -> bool:
         """Whether there are weights on devices."""
         return self._variables is not None or self.state is not None or self._run is not None
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether a fit runs, whose loop holds the weights."""
-        return self._run is not None
 
     @property
     def current(self) -> TrainState | None:
@@ -321,7 +316,11 @@ class PlacedModel:
 
         Args:
             other: A model of the same module.
+
+        Raises:
+            RuntimeError: If its weights were freed.
         """
+        other._check_open()
         self._mesh_given, self.layout = other._mesh_given, other.layout
         if other.is_built:
             self._variables = jax.tree.map(jnp.copy, other.variables)
@@ -333,7 +332,8 @@ class PlacedModel:
             other: A model that is compiled alike.
         """
         if other.state is not None:
-            self.state, self._variables = jax.tree.map(jnp.copy, other.state), None
+            self._variables = None  # freed before the state, which holds them too, is copied
+            self.state = jax.tree.map(jnp.copy, other.state)
         self.waiting.take(other.waiting.run)
 
     def check_idle(self, verb: str) -> None:
@@ -362,7 +362,7 @@ class PlacedModel:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
         self.waiting.forget_variables()
-        self.set_variables(jax.tree.map(place_like, variables, self.variables))
+        self._set_variables(jax.tree.map(place_like, variables, self.variables))
 
     def replace_state(self, state: TrainState) -> None:
         """Replace the training state, also between two steps of a running fit.
@@ -375,17 +375,23 @@ class PlacedModel:
         else:
             self.state = state
 
-    def set_variables(self, variables: Any) -> None:
-        """Hold other arrays as the weights, wherever they are placed.
-
-        Args:
-            variables: Arrays in the structure of the current ones.
-        """
+    def _set_variables(self, variables: Any) -> None:
         if self.current is None:
             self._variables = variables
         else:
             self.replace_state(self.current.replace(variables=variables))
 
+    def lend_variables(self, variables: Any) -> None:
+        """Hold the weights at other places, even between two steps of a running fit, until they are brought back.
+
+        Args:
+            variables: Arrays in the structure of the current ones, with their values.
+        """
+        if self._run is not None:
+            self._run.loop.lend(self._run.loop.state.replace(variables=variables))
+        else:
+            self._set_variables(variables)
+
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        self.set_variables(jax.tree.map(jax.device_put, self.variables, places))
+        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))

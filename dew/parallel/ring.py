@@ -1,8 +1,8 @@
 """Attention whose keys and values go round the devices, one slice at a time.
 
 Entry points: `ring_attention` (https://arxiv.org/abs/2310.01889), `ring_transfers`, `ring_hops`. With a slice of q
-bytes of queries, k of keys and k32 of keys in float32, and R hops: permutes of 2 R k bytes, backward 2 R k and
-2 (R + 1) k32; a call without window or chunks also stripes, 2 q + 2 k more both ways.
+bytes of queries, k of keys and k32 of keys in float32, and R hops: permutes of 2 R k bytes, backward
+2 R k + 2 (R + 1) k32; a call without window or chunks also stripes, 2 q + 2 k more both ways.
 """
 
 import functools

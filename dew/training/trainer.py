@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
@@ -249,7 +249,7 @@ class Trainer:
         """Trace the training step for the shapes of a batch, without making or running anything.
 
         Args:
-            batch: A host batch as the objective's `prepare` reads it.
+            batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
 
         Returns:
             The lowered step; its `compile()` tells the memory and the collectives it takes.
@@ -258,10 +258,11 @@ class Trainer:
             ValueError: If the objective refuses the batch.
             LayoutRefused: If the layout leaves too much whole on this mesh.
         """
-        count = data_partition(self.mesh).count
+        is_whole = isinstance(batch, WholeBatch)
+        count = 1 if is_whole else data_partition(self.mesh).count
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            place = batch_sharding(self.mesh, leaf.shape)
+            place = NamedSharding(self.mesh, PartitionSpec()) if is_whole else batch_sharding(self.mesh, leaf.shape)
             return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=place)
 
         state = jax.tree.map(
@@ -408,18 +409,19 @@ class Trainer:
         return jax.tree.map(move, state, self._shardings)
 
     def _start(
-        self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int
+        self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int, room: int
     ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
-        if len(batches) == 1:
+        if room == 1:
             placed = self.place_batch(batches[0])
             with self.context():
                 return self._programs.one(state, placed, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *prepared)
+        filled = prepared + prepared[-1:] * (room - len(prepared))
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
         stacked = _like(batches[0], stacked)
         placed = shard_batch(self.mesh, stacked, is_stacked=True, microbatches=self.microbatches)
         with self.context():
-            return self._programs.several(state, placed)
+            return self._programs.several(state, placed, len(batches))
 
     @functools.cached_property
     def _programs(self) -> StepPrograms:
