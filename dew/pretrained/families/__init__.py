@@ -6,6 +6,7 @@
 from typing import Any
 
 from dew.pretrained.families import (
+    bamba,
     cohere2,
     gemma,
     gemma2,
@@ -14,7 +15,9 @@ from dew.pretrained.families import (
     gpt2,
     gpt_neox,
     granite,
+    granitemoehybrid,
     llama,
+    mamba2,
     mistral,
     olmo2,
     olmo3,
@@ -33,6 +36,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         *(llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3),
         *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
+        *(mamba2, bamba, granitemoehybrid),
     )
 }
 
