@@ -1,20 +1,24 @@
-"""`generate` in KerasHub's words: which limits, which end tokens, which draw.
+"""`generate` in KerasHub's words: which limits, which end tokens, which draw, on which mesh.
 
 Entry point: `run_generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
+from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf
 from dew.inference.sampling import Strategy
 from dew.inference.task import TextGeneration
 from dew_keras.compiled import resolve_sampler
 from dew_keras.engine import Engine
+from dew_keras.interrupts import InterruptGate
 
 
 def run_generate(
@@ -28,6 +32,7 @@ def run_generate(
     max_new_tokens: int | None,
     sampler: Any,
     seed: int | None,
+    mesh: Any,
     call: int,
 ) -> Any:
     """Continue prompts.
@@ -42,13 +47,16 @@ def run_generate(
         max_new_tokens: As `Model.generate`.
         sampler: As `Model.generate`.
         seed: As `Model.generate`.
+        mesh: As `Model.generate`.
         call: Number of the call, which an absent seed draws from.
 
     Returns:
         The same kind as `inputs`.
 
     Raises:
-        ValueError: If the module is no language model, or a limit does not fit.
+        ValueError: If the module is no language model, or a limit or the mesh does not fit.
+        LayoutRefused: If the layout leaves too much whole on the mesh.
+        RuntimeError: If a mesh is named while fit runs.
     """
     module = engine.module
     if not engine.is_language_model:
@@ -56,23 +64,47 @@ def run_generate(
     config: Mapping[str, Any] = {} if engine.preset is None else engine.preset.described.generation_config
     # Numbers of calls are far above the keys that initialisation and training fold in.
     key = jax.random.key(seed) if seed is not None else jax.random.fold_in(jax.random.key(engine.seed), 2**16 + call)
-    task = TextGeneration(
-        module=module,
-        variables=engine.load(None),
-        tokenizer=tokenizer,
-        mesh=engine.mesh,
-        layout=engine.layout,
-        generation_config=config,
-    )
-    return task(
-        inputs,
-        max_new_tokens,
-        max_length=max_length,
-        sampling=_sampler(sampler, engine),
-        key=key,
-        stop_token_ids=stop_token_ids,
-        strip_prompt=strip_prompt,
-    )
+    engine.load(None)
+    with contextlib.nullcontext(engine.mesh) if mesh is None else _weights_on(engine, mesh) as where:
+        # The engine alone holds the weights when this ends, so that each one that moves back is freed.
+        return TextGeneration(
+            module=module,
+            variables=engine.variables,
+            tokenizer=tokenizer,
+            mesh=where,
+            layout=engine.layout,
+            generation_config=config,
+        )(
+            inputs,
+            max_new_tokens,
+            max_length=max_length,
+            sampling=_sampler(sampler, engine),
+            key=key,
+            stop_token_ids=stop_token_ids,
+            strip_prompt=strip_prompt,
+        )
+
+
+@contextlib.contextmanager
+def _weights_on(engine: Engine, wanted: Any) -> Iterator[Mesh]:
+    """Hold the engine's weights on another mesh of their devices; leaf by leaf there and back, every bit the same."""
+    if engine.is_fitting:
+        raise RuntimeError(
+            "generate(mesh=...) moves the weights, which the next step of a running fit needs where they are. Leave "
+            "mesh out in callbacks, or generate when fit has ended."
+        )
+    mesh = decode_mesh(engine.mesh, wanted)
+    abstract = engine.abstract_variables()
+    places = engine.layout.shardings(mesh, abstract)
+    engine.layout.check(mesh, abstract, places, engine.view)
+    homes = jax.tree.map(lambda leaf: leaf.sharding, engine.variables)
+    with InterruptGate() as gate:
+        try:
+            move_leaf_by_leaf(lambda: engine.variables, engine.set_variables, places)
+            yield mesh
+        finally:
+            with gate.hold():
+                move_leaf_by_leaf(lambda: engine.variables, engine.set_variables, homes, frees=True)
 
 
 def _sampler(sampler: Any, engine: Engine) -> Strategy | None:

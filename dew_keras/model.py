@@ -502,6 +502,7 @@ class Model(StepMethods, WeightVerbs):
         max_new_tokens: int | None = None,
         sampler: Any = None,
         seed: int | None = None,
+        mesh: Any = None,
     ) -> Any:
         """Continue prompts; works before `compile` too, on the default mesh.
 
@@ -513,6 +514,8 @@ class Model(StepMethods, WeightVerbs):
             max_new_tokens: Most tokens of the answer. With neither limit: the checkpoint's, else 1,024 in all.
             sampler: How to draw; None takes what `compile` was given.
             seed: Makes the draw repeatable; None draws differently at every call.
+            mesh: A mesh of the same devices to decode on, as `compile` takes it: the weights move there one after the
+                other, and back when the answer is complete. None decodes where they are.
 
         Returns:
             The same kind as `inputs`: a string for a string, ids for ids; for a chat the reply's text.
@@ -520,6 +523,7 @@ class Model(StepMethods, WeightVerbs):
         Raises:
             ValueError: If the model is no language model, a prompt does not fit the context, or limits contradict.
             TypeError: If the input is none of these.
+            LayoutRefused: If the layout leaves too much whole on `mesh`.
         """
         if seed is None:
             self._generate_calls += 1
@@ -533,6 +537,7 @@ class Model(StepMethods, WeightVerbs):
             max_new_tokens=max_new_tokens,
             sampler=sampler,
             seed=seed,
+            mesh=mesh,
             call=self._generate_calls,
         )
 

@@ -166,7 +166,7 @@ class PlacedModel:
             self._move(places)
         if self.is_built and self._storage is not None:
             params = cast_floats(self.variables["params"], self._storage)
-            self._set_variables({**self.variables, "params": params})
+            self.set_variables({**self.variables, "params": params})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -193,6 +193,11 @@ class PlacedModel:
     def is_built(self) -> bool:
         """Whether there are weights on devices."""
         return self._variables is not None or self.state is not None or self._run is not None
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether a fit runs, whose loop holds the weights."""
+        return self._run is not None
 
     @property
     def current(self) -> TrainState | None:
@@ -305,7 +310,7 @@ class PlacedModel:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
         self.waiting.forget_variables()
-        self._set_variables(jax.tree.map(place_like, variables, self.variables))
+        self.set_variables(jax.tree.map(place_like, variables, self.variables))
 
     def replace_state(self, state: TrainState) -> None:
         """Replace the training state, also between two steps of a running fit.
@@ -318,7 +323,12 @@ class PlacedModel:
         else:
             self.state = state
 
-    def _set_variables(self, variables: Any) -> None:
+    def set_variables(self, variables: Any) -> None:
+        """Hold other arrays as the weights, wherever they are placed.
+
+        Args:
+            variables: Arrays in the structure of the current ones.
+        """
         if self.current is None:
             self._variables = variables
         else:
@@ -326,4 +336,4 @@ class PlacedModel:
 
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
+        self.set_variables(jax.tree.map(jax.device_put, self.variables, places))

@@ -3,6 +3,7 @@
 The variables are set before anything imports JAX.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -11,13 +12,16 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests are mostly compilation, of programs that run for milliseconds: machine code as it comes, from the compiler's
+# older emitters, takes a third of the time. Partitioning, fusion and buffers are decided before and stay as they are.
+QUICK_COMPILATION = ["--xla_backend_optimization_level=0"]
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")  # Newer releases stop at flags they do not know.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         *(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag),
         "--xla_force_host_platform_device_count=8",
-        # Tests are mostly compilation, of programs that run for milliseconds: machine code as it comes takes half the
-        # time. Partitioning, fusion and buffers are decided before, and stay what they are.
-        "--xla_backend_optimization_level=0",
+        *QUICK_COMPILATION,
     ]
 )
 os.environ.setdefault("KERAS_BACKEND", "jax")

@@ -1,4 +1,4 @@
-"""Generation: prompts in, tokens out, on any mesh of data, fsdp and tensor axes."""
+"""Generation: prompts in, tokens out, on any mesh that trains."""
 
 from dew.inference.decode import Generation, generate
 from dew.inference.sampling import Greedy, Sampling, Temperature, TopK, TopP

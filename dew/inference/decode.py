@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dew.inference.decode_mesh import decode_mesh, decode_view
 from dew.inference.layer_views import decodes_layer_by_layer, layer_views
 from dew.inference.prefill import (
     RequestArrays,
@@ -166,7 +167,8 @@ def generate(
     """Continue prompts of token ids.
 
     A row's tokens depend neither on the other rows nor on the mesh. Every process of a run calls it with the same
-    arguments and gets the same result.
+    arguments and gets the same result. Sequence and stage axes of the mesh serve as data (`dew.inference.decode_mesh`);
+    the variables stay where they are.
 
     Args:
         module: A decoder with a cache, such as `CausalTransformer`.
@@ -191,8 +193,11 @@ def generate(
         FloatingPointError: If the model's logits stopped being numbers.
     """
     draw = _checked_draw(as_sampling(sampling), key)
-    mesh = mesh_of_variables(variables, mesh)
+    stored = mesh_of_variables(variables, mesh)
+    mesh = decode_mesh(stored)
     refuse_unsupported_axes(mesh, "generation")
+    if mesh is not stored:
+        variables = decode_view(variables, mesh)
     layout = Layout() if layout is None else layout
     host = prompt_rows(
         prompts,

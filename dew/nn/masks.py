@@ -7,7 +7,7 @@ for `dew.kernels.attention` without building it.
 import jax.numpy as jnp
 
 from dew.arrays import Array, Bool, Int
-from dew.kernels.attention import Visibility
+from dew.kernels.attention import Visibility, consecutive_visibility
 
 
 def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = None) -> Visibility:
@@ -20,9 +20,8 @@ def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = N
     Returns:
         The visibility of T queries and T keys.
     """
-    slots = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    return Visibility(query_slots=slots, key_slots=slots, query_segments=segment_ids, key_segments=segment_ids)
+    return consecutive_visibility(num_tokens, num_tokens, query_segments=segment_ids, key_segments=segment_ids)
 
 
 def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array, "B S"]) -> Visibility:
@@ -36,9 +35,7 @@ def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array,
     Returns:
         The visibility of T queries and S keys.
     """
-    query_slots = index + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    key_slots = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
     ones = jnp.ones((1, num_tokens), jnp.int32)
-    return Visibility(
-        query_slots=query_slots, key_slots=key_slots, query_segments=ones, key_segments=valid.astype(jnp.int32)
+    return consecutive_visibility(
+        num_tokens, valid.shape[1], query_start=index, query_segments=ones, key_segments=valid.astype(jnp.int32)
     )

@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dew.kernels import attention as kernel
+from dew.kernels import attention_xla as kernel
 from dew.kernels.attention import Visibility, attention
 from dew.nn.masks import cached_visibility, causal_visibility
 

