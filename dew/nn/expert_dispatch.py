@@ -57,8 +57,8 @@ def routed(
         LayoutRefused: If the mesh's expert axis does not divide the experts.
     """
     bins = 1 if documents is None else x.shape[1]
-    extra = {"is_token": is_token, "counted": counted, "documents": documents}
-    extra = {name: value for name, value in extra.items() if value is not None}
+    given = {"is_token": is_token, "counted": counted, "documents": documents}
+    extra = {name: value for name, value in given.items() if value is not None}
     mesh = jax.sharding.get_abstract_mesh()
     if is_trivial_mesh(mesh):
         return _local(x, weights, extra, spec=spec, bins=bins, axes=_Axes())
@@ -102,8 +102,7 @@ class _Axes:
     @classmethod
     def of(cls, mesh: Any, tokens: PartitionSpec, bank: PartitionSpec, num_experts: int) -> "_Axes":
         """Read the axes off the specs of tokens [B, T, D] and of a bank [E, D, F]."""
-        padded = (*tokens, None, None, None)
-        bank = (*bank, None, None, None)
+        by_token, by_bank = (*tokens, None, None, None), (*bank, None, None, None)
         size = mesh.shape["expert"]
         if size > 1 and num_experts % size:
             divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
@@ -113,10 +112,10 @@ class _Axes:
             )
         axes = lambda entry: spec_axes(PartitionSpec(entry))  # noqa: E731
         return cls(
-            rows=axes(padded[0]),
-            length=axes(padded[1]),
-            expert="expert" if "expert" in axes(bank[0]) else None,
-            width=axes(bank[2]),
+            rows=axes(by_token[0]),
+            length=axes(by_token[1]),
+            expert="expert" if "expert" in axes(by_bank[0]) else None,
+            width=axes(by_bank[2]),
             manual=tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes),
         )
 
@@ -151,9 +150,8 @@ def _summed(x: Array, experts: Array, weights: Array, banks: Any, spec: Any, axe
     activation = ExpertActivation(ACTIVATIONS[spec.activation], spec.limit)
 
     def apply(x, experts, weights, banks):
-        share = 1.0
-        if axes.width:  # of the devices that each add a part of the width, the first adds the last bias
-            share = (sum(jax.lax.axis_index(axis) for axis in axes.width) == 0).astype(jnp.float32)
+        # Of the devices that each add a part of the width, the first adds the last bias.
+        share = jnp.asarray(jax.lax.axis_index(axes.width) == 0, jnp.float32) if axes.width else 1.0
         return expert_mixture(x, experts, weights, banks, activation, share)
 
     per_device = banks["down_proj"].shape[0]

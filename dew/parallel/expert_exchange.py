@@ -1,13 +1,8 @@
 """Tokens to the devices that hold their experts and back, on the mesh's expert axis, without dropping any.
 
 Entry point: `exchanged`. A token goes once to each device that holds one of its experts, whatever their number there,
-and comes back as one partial sum. Shapes are static, so a device sends its P peers shares of `share_of` = C slots:
-the first share holds all of an even routing, further ones follow in a loop while any device has tokens left.
-
-Bytes of the results on one device, N tokens of width D, K experts a token, s bytes an element: each share brings
-P C (D s + 8 K) there (token, expert numbers, weights) and P C D s back; of them (P - 1) / P come from others.
-The backward pass of the first share sends the cotangents of both, P C (2 D s + 4 K). `jax.lax.ragged_all_to_all`
-would send what is routed and no more, but does not lower on CPU, where everything here is tested.
+and comes back as one partial sum. Shapes are static, so a device sends each peer shares of `share_of` slots: the first
+holds all of an even routing, further ones follow in a loop while any device has tokens left.
 """
 
 from collections.abc import Callable
@@ -47,6 +42,12 @@ def exchanged(
 ) -> Float[Array, "N D"]:
     """Apply each token's experts wherever they are. Runs inside a shard_map that is manual over `axis`.
 
+    Bytes of the results on one device, with P devices, C slots in a share, width D, K experts a token and s bytes an
+    element: a share brings P C (D s + 8 K) there (tokens, expert numbers, weights) and P C D s back; of them
+    (P - 1) / P come from other devices. The backward pass of the first share sends both cotangents,
+    P C (2 D s + 4 K); that of a further share does all of this again first. `jax.lax.ragged_all_to_all` would send what
+    is routed and no more, but does not lower on CPU, where everything here is tested.
+
     Args:
         x: Tokens of this device.
         experts: Expert of each slot among all devices' experts; a number past the last marks a slot without one.
@@ -81,7 +82,7 @@ _NOWHERE = 2**30
 """Place of a token that does not go to a device; past the end of every share."""
 
 
-def _queues(place: Int[Array, "N P"], share: int) -> Int[Array, "P Q"]:
+def _queues(place: Int[Array, "N P"], share: int) -> Int[Array, "P _"]:
     """List the tokens that go to each device, in order, filled up with a number that is no token's."""
     count, devices = place.shape
     length = -(-count // share) * share
@@ -121,8 +122,10 @@ def _sent(x: Array, taken: Array, offset: Array) -> Array:
 
 @jax.custom_vjp
 def _returned(parts: Array, taken: Array, offset: Array) -> Array:
-    gathered = (part.at[offset[:, p]].get(mode="fill", fill_value=0) for p, part in enumerate(parts))
-    return sum(each.astype(jnp.float32) for each in gathered)
+    total = jnp.zeros((offset.shape[0], parts.shape[-1]), jnp.float32)
+    for device in range(parts.shape[0]):  # in one order, so that rounding does not depend on who answers first
+        total = total + parts[device].at[offset[:, device]].get(mode="fill", fill_value=0)
+    return total
 
 
 _sent.defvjp(
