@@ -22,7 +22,7 @@ def tiny_layer(**attention: Any) -> LayerSpec:
     """
     norm = NormSpec(eps=1e-5)
     spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rotary=RotarySpec(theta=10000.0))
-    return LayerSpec(attention=dataclasses.replace(spec, **attention), mlp=MlpSpec(features=64), norm=norm)
+    return LayerSpec(mixer=dataclasses.replace(spec, **attention), mlp=MlpSpec(features=64), norm=norm)
 
 
 def tiny_decoder(**overrides: Any) -> CausalTransformer:

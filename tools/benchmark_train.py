@@ -61,7 +61,7 @@ def decoder(shape: Shape) -> CausalTransformer:
         head_dim=shape.head_dim,
         rotary=RotarySpec(theta=shape.theta),
     )
-    layer = LayerSpec(attention=attention, mlp=MlpSpec(features=shape.mlp), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=MlpSpec(features=shape.mlp), norm=norm)
     return CausalTransformer(
         vocab_size=shape.vocab, features=shape.width, layers=(layer,) * shape.layers, norm=norm, max_length=2048
     )

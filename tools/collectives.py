@@ -361,7 +361,7 @@ def llama_like(
     attention = AttentionSpec(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=width // heads, rotary=RotarySpec(theta=10000.0)
     )
-    layer = LayerSpec(attention=attention, mlp=MlpSpec(features=mlp), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=MlpSpec(features=mlp), norm=norm)
     return CausalTransformer(vocab, width, (layer,) * layers, norm, max_length=length, remat=remat)
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dew.inference.sampling import SamplingKind, draw_tokens
-from dew.nn.cache import CACHE_NAMES, SLOT_DIM, KVCache
+from dew.nn.cache import Cache
 from dew.placement.rules import Rule, resolve
 
 SMALLEST_PROMPT = 32
@@ -176,7 +176,7 @@ def prefill_function(module: Any, kind: SamplingKind, key_impl: str, slots: int)
         `[B]`, and the cache with the slots of the longest prompt used.
     """
 
-    def run_prompts(variables: Any, tokens: jax.Array, request: RequestArrays) -> tuple[jax.Array, jax.Array, KVCache]:
+    def run_prompts(variables: Any, tokens: jax.Array, request: RequestArrays) -> tuple[jax.Array, jax.Array, Cache]:
         B, P = tokens.shape
         before = jnp.arange(P, dtype=jnp.int32)[None, :] - (P - request.lengths[:, None])
         hidden, cache = module.apply(
@@ -205,7 +205,7 @@ def rows_are_finite(logits: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
-def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
+def reseated_cache(cache: Cache, used: jax.Array, slots: int) -> Cache:
     """Move the last `used` slots of a full cache to the front of one with room for new tokens.
 
     The columns that pad every row go: what must fit the cache is the longest prompt, not its bucket.
@@ -224,16 +224,15 @@ def reseated_cache(cache: KVCache, used: jax.Array, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        keys=tuple(moved(bank, SLOT_DIM) for bank in cache.keys),
-        values=tuple(moved(bank, SLOT_DIM) for bank in cache.values),
+        banks=tuple(bank.with_slots(moved) for bank in cache.banks),
         valid=moved(cache.valid, 1),
         index=jnp.asarray(used, jnp.int32),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def cache_shardings(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int, slots: int) -> KVCache:
-    """Place a cache: rows over the data axes, key/value heads over tensor, whole where they do not divide.
+def cache_shardings(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int, slots: int) -> Cache:
+    """Place a cache: rows over the data axes, heads over tensor, whole where they do not divide.
 
     Args:
         module: The model.
@@ -247,13 +246,7 @@ def cache_shardings(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int,
     """
     shapes = jax.eval_shape(lambda: module.init_cache(rows, slots))
 
-    def placed(names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-        return NamedSharding(mesh, resolve(names, shape, mesh, rules).spec)
+    def placed(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, resolve(names, leaf.shape, mesh, rules).spec)
 
-    return dataclasses.replace(
-        shapes,
-        keys=tuple(placed(CACHE_NAMES, bank.shape) for bank in shapes.keys),
-        values=tuple(placed(CACHE_NAMES, bank.shape) for bank in shapes.values),
-        valid=placed(("activation_batch", None), shapes.valid.shape),
-        index=NamedSharding(mesh, PartitionSpec()),
-    )
+    return jax.tree.map(placed, shapes, shapes.logical_names())

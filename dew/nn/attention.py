@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility, attention
-from dew.nn.cache import LayerCache
+from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
@@ -71,6 +71,11 @@ class AttentionSpec:
     def logit_scale(self) -> float:
         """Factor on the logits."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def cache_shape(self) -> KeyValueShape:
+        """What a cache keeps for the layer."""
+        return KeyValueShape(num_heads=self.num_kv_heads, head_dim=self.head_dim)
 
 
 class SelfAttention(nn.Module):

@@ -1,14 +1,15 @@
-"""One decoder block: attention and perceptron on a residual stream, with the place of its norms as data.
+"""One decoder block: a mixer of tokens and a perceptron on a residual stream, with the place of its norms as data.
 
-Entry points: `LayerSpec`, `DecoderLayer`.
+Entry points: `LayerSpec`, `DecoderLayer`, `Surroundings`.
 """
 
 import dataclasses
 from typing import Any, Literal
 
 from flax import linen as nn
+from flax import struct
 
-from dew.arrays import Array, Float
+from dew.arrays import Array, Bool, Float
 from dew.kernels.attention import Implementation, Visibility
 from dew.nn.attention import AttentionSpec, SelfAttention
 from dew.nn.cache import LayerCache
@@ -22,7 +23,7 @@ RESIDUAL_NAMES = ("activation_batch", "activation_length", "activation_embed")
 
 Placement = Literal["pre", "post", "both", "parallel", "parallel_one_norm"]
 
-# Norm around attention and around the perceptron: (before, after) of each. The names are those most checkpoints use.
+# Norm around the mixer and around the perceptron: (before, after) of each. The names are those most checkpoints use.
 _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str | None, str | None]]] = {
     "pre": (("input_layernorm", None), ("post_attention_layernorm", None)),
     "post": ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm")),
@@ -40,17 +41,17 @@ class LayerSpec:
     """One decoder block.
 
     Attributes:
-        attention: Its attention.
-        mlp: Its perceptron.
+        mixer: What moves information between tokens; the type of its spec decides the layer.
+        mlp: Its perceptron; None for a block that is a mixer alone.
         norm: Its norms.
-        placement: Where they are. "pre": before attention and before the perceptron (Llama). "post": after each,
+        placement: Where they are. "pre": before the mixer and before the perceptron (Llama). "post": after each,
             none before (OLMo 2). "both": before and after each (Gemma 2). "parallel": before each, and both read the
             block's input (GPT-NeoX). "parallel_one_norm": so, with one norm for both (Cohere).
         residual_scale: Factor on what each adds to the residual stream (Granite).
     """
 
-    attention: AttentionSpec
-    mlp: MlpSpec
+    mixer: AttentionSpec
+    mlp: MlpSpec | None
     norm: NormSpec
     placement: Placement = "pre"
     residual_scale: float = 1.0
@@ -58,10 +59,43 @@ class LayerSpec:
     def __post_init__(self) -> None:
         if self.placement not in _NORMS:
             raise ValueError(f"placement must be one of {', '.join(_NORMS)}. Received: placement={self.placement!r}")
+        if self.mlp is None and self.placement.startswith("parallel"):
+            raise ValueError(f"a block without an mlp has nothing in parallel. Received: placement={self.placement!r}")
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a block that attends.
+
+        Raises:
+            ValueError: If the block has another mixer.
+        """
+        if not isinstance(self.mixer, AttentionSpec):
+            raise ValueError(f"the block does not attend. Received: mixer={self.mixer!r}")
+        return self.mixer
+
+    @property
+    def norm_names(self) -> frozenset[str]:
+        """Names of the norms that the block has."""
+        around = _NORMS[self.placement][: 1 if self.mlp is None else 2]
+        return frozenset(name for pair in around for name in pair if name)
+
+
+class Surroundings(struct.PyTreeNode):
+    """What a block is told about its tokens beside their values.
+
+    Attributes:
+        visibility: Which keys each query reads, for mixers that attend.
+        starts: Tokens that begin a document, for mixers with a state; None means one document a row. Not for caches.
+        real: Tokens that are not padding, for mixers with a state and a cache; None means all. Padding is on the left.
+    """
+
+    visibility: Visibility
+    starts: Bool[Array, "B T"] | None = None
+    real: Bool[Array, "B T"] | None = None
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the norms where the spec places them.
+    """x + mixer(norm(x)), then x + mlp(norm(x)), with the norms where the spec places them.
 
     Attributes:
         features: Width of the residual stream.
@@ -78,23 +112,36 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         """Declare the block's weights."""
         spec, dtype = self.spec, self.param_dtype
-        self.self_attn = SelfAttention(self.features, spec.attention, dtype, self.implementation)
-        self.mlp = Mlp(self.features, spec.mlp, dtype)
-        for name in {name for around in _NORMS[spec.placement] for name in around if name}:
+        self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation)
+        if spec.mlp is not None:
+            self.mlp = Mlp(self.features, spec.mlp, dtype)
+        for name in sorted(spec.norm_names):
             setattr(self, name, Norm(self.features, spec.norm, dtype))
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        visibility: Visibility,
+        around: Surroundings,
         rotary: Tables | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Apply the block; arguments as `SelfAttention`'s."""
+        """Apply the block.
+
+        Args:
+            x: Residual stream.
+            around: What else its mixer must know of the tokens.
+            rotary: Tables of the tokens' positions; None where the mixer has no rotary.
+            cache: The layer's window on the cache; None for whole sequences.
+
+        Returns:
+            The residual stream, and the window after the new tokens.
+        """
         (before_mixing, after_mixing), (before_mlp, after_mlp) = _NORMS[self.spec.placement]
         normal = self._normal(before_mixing, x)
-        mixed, cache = self.self_attn(normal, visibility, rotary, cache)
+        mixed, cache = self.self_attn(normal, around.visibility, rotary, cache)
         summed = self._added(x, self._normal(after_mixing, mixed))
+        if self.spec.mlp is None:
+            return summed, cache
         if self.spec.placement.startswith("parallel"):
             source = normal if before_mlp == before_mixing else self._normal(before_mlp, x)
         else:

@@ -1,7 +1,7 @@
 """Which keys a query may read: causal order, packed documents, padded prompts.
 
 Entry points: `causal_visibility` for whole sequences, `cached_visibility` for a cache; both describe the mask
-for `dew.kernels.attention` without building it.
+for `dew.kernels.attention` without building it. `document_starts` is for mixers with a state.
 """
 
 import jax.numpy as jnp
@@ -39,3 +39,11 @@ def cached_visibility(index: Int[Array, ""], num_tokens: int, valid: Bool[Array,
     return consecutive_visibility(
         num_tokens, valid.shape[1], query_start=index, query_segments=ones, key_segments=valid.astype(jnp.int32)
     )
+
+
+def document_starts(segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B T"] | None:
+    """Mark the tokens whose document is another than the token's before them; None where all are one document."""
+    if segment_ids is None:
+        return None
+    segment_ids = jnp.asarray(segment_ids)
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))

@@ -146,9 +146,10 @@ def test_draws_do_not_depend_on_the_mesh(name):
 def test_the_cache_splits_rows_and_heads_where_they_divide(spec, rows, heads):
     module = model()[0]
     shardings = cache_shardings(module, build_mesh(spec), DEFAULT_RULES, 8, 128)
-    padded = (*shardings.keys[0].spec, None, None, None, None, None)[:5]
+    bank = shardings.banks[0]
+    padded = (*bank.keys.spec, None, None, None, None, None)[:5]
     assert padded == (None, rows, heads, None, None)
-    assert shardings.values[0].spec == shardings.keys[0].spec
+    assert bank.values.spec == bank.keys.spec
 
 
 def test_a_row_ends_with_its_first_stop_token_and_the_others_go_on():

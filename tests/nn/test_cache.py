@@ -4,26 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dew.nn.cache import CACHE_NAMES, SLOT_DIM, LayerCache, empty_cache
+from dew.nn.cache import KEY_VALUE_NAMES, SLOT_DIM, KeyValueShape, empty_cache
 
 L, B, K, S, H = 3, 2, 2, 7, 4
+HEADS = KeyValueShape(num_heads=K, head_dim=H)
 
 
 def test_a_write_fills_its_layer_from_the_cursor_and_nothing_else():
-    cache = empty_cache(((L, K, H),), B, S, "float32")
+    cache = empty_cache(((HEADS, L),), B, S, "float32")
     key, value = jax.random.normal(jax.random.key(0), (2, B, 3, K, H))
-    window = LayerCache(cache.keys[0], cache.values[0], 1, jnp.int32(2))
+    window = cache.banks[0].window(1, jnp.int32(2))
     after, keys, values = window.append(key, value)
     want = np.zeros((L, B, K, S, H), np.float32)
     want[1, :, :, 2:5] = np.asarray(key).swapaxes(1, 2)
-    np.testing.assert_array_equal(after.keys, want)
+    np.testing.assert_array_equal(after.bank.keys, want)
     np.testing.assert_array_equal(keys, want[1])
     np.testing.assert_array_equal(values[:, :, 2:5].swapaxes(1, 2), value)
-    np.testing.assert_array_equal(window.keys, np.zeros_like(want))
+    np.testing.assert_array_equal(window.bank.keys, np.zeros_like(want))
 
 
 def test_marks_follow_the_cursor():
-    cache = empty_cache(((L, K, H),), B, S, "float32").replace(index=jnp.int32(4))
+    cache = empty_cache(((HEADS, L),), B, S, "float32").replace(index=jnp.int32(4))
     marked = cache.marked(jnp.array([[True, True], [False, True]]))
     np.testing.assert_array_equal(np.flatnonzero(marked.valid[0]), [4, 5])
     np.testing.assert_array_equal(np.flatnonzero(marked.valid[1]), [5])
@@ -32,7 +33,8 @@ def test_marks_follow_the_cursor():
 
 
 def test_the_slots_are_the_dimension_that_says_so():
-    cache = empty_cache(((L, K, H), (1, K, H)), B, S, "bfloat16")
-    assert [bank.shape[SLOT_DIM] for bank in (*cache.keys, *cache.values)] == [S] * 4
-    assert len(CACHE_NAMES) == cache.keys[0].ndim
-    assert {bank.dtype for bank in cache.keys} == {jnp.bfloat16.dtype}
+    cache = empty_cache(((HEADS, L), (HEADS, 1)), B, S, "bfloat16")
+    arrays = jax.tree.leaves(cache.banks)
+    assert [array.shape[SLOT_DIM] for array in arrays] == [S] * 4
+    assert {len(KEY_VALUE_NAMES)} == {array.ndim for array in arrays}
+    assert {array.dtype for array in arrays} == {jnp.bfloat16.dtype}

@@ -121,7 +121,7 @@ def with_attention(module, change):
     """The model with other attention in every layer; `change` gives the fields from the old spec."""
 
     def changed(layer):
-        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **change(layer.attention)))
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, **change(layer.attention)))
 
     return with_layers(module, changed)
 

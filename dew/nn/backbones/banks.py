@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dew.arrays import Array
-from dew.nn.block import DecoderLayer
+from dew.nn.block import DecoderLayer, Surroundings
 from dew.nn.embed import Embedding
 from dew.nn.masks import causal_visibility
 from dew.nn.rope import rotary_tables
@@ -123,8 +123,6 @@ def _example_input(part: nn.Module) -> tuple[Any, ...]:
     x = jnp.zeros((1, 1, part.features), jnp.float32)
     if not isinstance(part, DecoderLayer):
         return (x,)
-    attention = part.spec.attention
-    tables = (
-        rotary_tables(attention.rotary, attention.head_dim, jnp.zeros((1, 1), jnp.int32)) if attention.rotary else None
-    )
-    return x, causal_visibility(1), tables
+    mixer = part.spec.mixer
+    tables = rotary_tables(mixer.rotary, mixer.head_dim, jnp.zeros((1, 1), jnp.int32)) if mixer.rotary else None
+    return x, Surroundings(causal_visibility(1)), tables

@@ -15,12 +15,12 @@ from flax import linen as nn
 from flax.core import unfreeze
 
 from dew.arrays import Array, Float, Int
-from dew.kernels.attention import Implementation, Visibility
+from dew.kernels.attention import Implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
-from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec
-from dew.nn.cache import KVCache, LayerCache, empty_cache
+from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
+from dew.nn.cache import Cache, KeyValueShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
-from dew.nn.masks import cached_visibility, causal_visibility
+from dew.nn.masks import cached_visibility, causal_visibility, document_starts
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
@@ -99,7 +99,7 @@ class CausalTransformer(nn.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         train: bool = False,
     ) -> Any:
         """Score the next token at every position.
@@ -108,7 +108,7 @@ class CausalTransformer(nn.Module):
             tokens: Token ids.
             positions: Position of each token in its document; None counts from 0 (from the cache's end with a cache).
             segment_ids: Document number of each token, 0 for padding; None means one document a row.
-            cache: Keys and values already read; new tokens are appended to it.
+            cache: What the layers keep of the tokens already read; new tokens are appended to it.
             train: Accepted for callers that tell a model its mode; this model computes the same in both.
 
         Returns:
@@ -125,7 +125,7 @@ class CausalTransformer(nn.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         train: bool = False,
     ) -> Any:
         """Compute the output of the last norm; arguments as `__call__`'s.
@@ -137,7 +137,8 @@ class CausalTransformer(nn.Module):
         if cache is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             x = self._embedded(tokens, positions)
-            x = self._run_layers(x, causal_visibility(tokens.shape[1], segment_ids), self._tables(positions))
+            around = Surroundings(causal_visibility(tokens.shape[1], segment_ids), starts=document_starts(segment_ids))
+            x = self._run_layers(x, around, self._tables(positions))
             return self._apply("norm", x)
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
@@ -145,7 +146,8 @@ class CausalTransformer(nn.Module):
             positions = jnp.maximum(start + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
         x, cache = self._embedded(tokens, positions), cache.marked(real)
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
-        x, cache = self._run_cached_layers(x, visibility, self._tables(positions), cache)
+        around = Surroundings(visibility, real=None if segment_ids is None else real)
+        x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
         return self._apply("norm", x), cache
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
@@ -180,7 +182,7 @@ class CausalTransformer(nn.Module):
             )
         )
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None) -> KVCache:
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
         """Make an empty cache.
 
         Args:
@@ -188,18 +190,18 @@ class CausalTransformer(nn.Module):
             length: Slots a row has: prompt and new tokens, padding included.
             dtype: Dtype of keys and values; None means the compute dtype.
         """
-        shapes = tuple((len(layers), *shape) for shape, layers in self._cache_banks().items())
-        return empty_cache(shapes, batch, length, self.dtype if dtype is None else dtype)
+        kinds = tuple((kind, len(layers)) for kind, layers in self._cache_banks().items())
+        return empty_cache(kinds, batch, length, self.dtype if dtype is None else dtype)
 
-    def _cache_banks(self) -> dict[tuple[int, int], list[int]]:
-        """Say which layers share a bank of the cache, by their heads and head width.
+    def _cache_banks(self) -> dict[KeyValueShape, list[int]]:
+        """Say which layers share a bank of the cache: those that keep the same.
 
         Longer than the banks of weights: writes into one bank for all layers XLA does in place, caches of one layer it
         would copy at every token.
         """
-        banks: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+        banks: dict[KeyValueShape, list[int]] = collections.defaultdict(list)
         for index, spec in enumerate(self.layers):
-            banks[spec.attention.num_kv_heads, spec.attention.head_dim].append(index)
+            banks[spec.mixer.cache_shape].append(index)
         return dict(banks)
 
     def _segments(self) -> tuple[Segment, ...]:
@@ -254,26 +256,26 @@ class CausalTransformer(nn.Module):
 
     def _tables(self, positions: Int[Array, "B T"]) -> dict[tuple[RotarySpec, int], Tables]:
         """Compute the rotary tables once for all layers that share them."""
-        keys = {(spec.attention.rotary, spec.attention.head_dim) for spec in self.layers if spec.attention.rotary}
+        keys = {(spec.mixer.rotary, spec.mixer.head_dim) for spec in self.layers if spec.mixer.rotary}
         return {key: rotary_tables(key[0], key[1], positions) for key in keys}
 
-    def _block(self, run: tuple[int, ...], visibility: Visibility, tables: dict) -> Any:
+    def _block(self, run: tuple[int, ...], around: Surroundings, tables: dict) -> Any:
         """Build the function of a run's blocks: (x, stored weights, cache window) -> (x, cache window)."""
         layer = self._layer(run)
-        attention = layer.spec.attention
-        rotary = tables.get((attention.rotary, attention.head_dim))
+        mixer = layer.spec.mixer
+        rotary = tables.get((mixer.rotary, mixer.head_dim))
 
         def block(x, weights, cache=None):
-            return layer.apply({"params": self._ready(layer, weights)}, x, visibility, rotary, cache)
+            return layer.apply({"params": self._ready(layer, weights)}, x, around, rotary, cache)
 
         return block
 
-    def _run_layers(self, x: Array, visibility: Visibility, tables: dict) -> Array:
+    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> Array:
         """Run all blocks on whole sequences."""
         for segment in self._segments():
             in_loop = segment.repeats > 1
             blocks = [
-                checkpointed(self._block(run, visibility, tables), self.remat, in_loop=in_loop) for run in segment.runs
+                checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs
             ]
 
             def turn(x, weights, blocks=blocks):
@@ -288,9 +290,7 @@ class CausalTransformer(nn.Module):
             x = constrain(x, RESIDUAL_NAMES)
         return x
 
-    def _run_cached_layers(
-        self, x: Array, visibility: Visibility, tables: dict, cache: KVCache
-    ) -> tuple[Array, KVCache]:
+    def _run_cached_layers(self, x: Array, around: Surroundings, tables: dict, cache: Cache) -> tuple[Array, Cache]:
         """Run all blocks on new tokens, appending to the cache."""
         places = {
             layer: (bank, place)
@@ -299,26 +299,24 @@ class CausalTransformer(nn.Module):
         }
 
         def turn(carry, turn_weights, segment, blocks):
-            x, keys, values = carry
+            x, banks = carry
             number, weights = turn_weights
             for run, block, own in zip(segment.runs, blocks, weights, strict=True):
                 bank, place = places[run[0]]
                 step = places[run[-1]][1] - place
                 layer = place + (number * (step // (len(run) - 1)) if len(run) > 1 else 0)
-                x, window = block(x, own, LayerCache(keys[bank], values[bank], layer, cache.index))
-                keys = (*keys[:bank], window.keys, *keys[bank + 1 :])
-                values = (*values[:bank], window.values, *values[bank + 1 :])
-            return (x, keys, values), None
+                x, window = block(x, own, banks[bank].window(layer, cache.index))
+                banks = (*banks[:bank], window.bank, *banks[bank + 1 :])
+            return (x, banks), None
 
-        carry = (x, tuple(cache.keys), tuple(cache.values))
+        carry = (x, tuple(cache.banks))
         for segment in self._segments():
-            blocks = [self._block(run, visibility, tables) for run in segment.runs]
+            blocks = [self._block(run, around, tables) for run in segment.runs]
             weights = [self._weights(bank_name(run)) for run in segment.runs]
             step = functools.partial(turn, segment=segment, blocks=blocks)
             if segment.repeats > 1:
                 carry, _ = jax.lax.scan(step, carry, (jnp.arange(segment.repeats), weights))
             else:
                 carry, _ = step(carry, (0, weights))
-        x, keys, values = carry
-        index = cache.index + x.shape[1]
-        return x, cache.replace(keys=keys, values=values, index=index)
+        x, banks = carry
+        return x, cache.replace(banks=banks, index=cache.index + x.shape[1])

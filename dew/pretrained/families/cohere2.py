@@ -41,7 +41,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
     rotary = dataclasses.replace(read_rotary(fields, max_length), interleaved=True, in_float32=True)
     attention = attention_of(fields, head_dim=head_dim, bias=bias, out_bias=bias)
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm, placement="parallel_one_norm")
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm, placement="parallel_one_norm")
     period, count = fields.count("sliding_window_pattern", 4), fields.count("num_hidden_layers")
     kinds = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(count)]
     windows = windows_of(fields, kinds, fields.optional_count("sliding_window", 4096))

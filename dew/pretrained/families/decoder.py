@@ -156,7 +156,7 @@ def windows_of(fields: Fields, default_kinds: Sequence[str], window: int | None)
 
 def with_attention(layer: LayerSpec, **fields: Any) -> LayerSpec:
     """Give a block with other fields in its attention."""
-    return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **fields))
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, **fields))
 
 
 def arguments_of(
@@ -218,17 +218,28 @@ def layer_config(
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     per_layer = [
         {
-            "intermediate_size": layer.mlp.features,
+            "intermediate_size": dense_mlp(layer).features,
             "num_attention_heads": layer.attention.num_heads,
             "num_key_value_heads": layer.attention.num_kv_heads,
             "head_dim": layer.attention.head_dim,
-            activation: names[layer.mlp.activation],
+            activation: names[dense_mlp(layer).activation],
             eps: layer.norm.eps,
             **own(layer),
         }
         for layer in module.layers
     ]
     return uniform({name: [layer[name] for layer in per_layer] for name in per_layer[0]})
+
+
+def dense_mlp(layer: LayerSpec) -> MlpSpec:
+    """Give the perceptron of a block for a config that has one in every block.
+
+    Raises:
+        ValueError: If the block has none.
+    """
+    if layer.mlp is None:
+        raise ValueError("the config has an mlp in every layer. Received: a layer with mlp=None")
+    return layer.mlp
 
 
 def kinds_config(module: CausalTransformer) -> dict[str, Any]:

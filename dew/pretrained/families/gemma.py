@@ -40,7 +40,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         rotary=read_rotary(fields, max_length),
     )
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", choices=ACTIVATIONS)
-    layers = (LayerSpec(attention=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
+    layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
     arguments = arguments_of(fields, layers, norm, max_length, tied=True, embedding=embedding_of(fields))
     fields.finish({**NEUTRAL, "hidden_activation": (None, "gelu_pytorch_tanh")})
     return arguments

@@ -36,7 +36,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     window, count = fields.optional_count("sliding_window", 4096), fields.count("num_hidden_layers")
     windows = windows_of(fields, [("sliding_attention", "full_attention")[index % 2] for index in range(count)], window)
     mlp = mlp_of(fields, name="hidden_activation", default="gelu_pytorch_tanh")
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm, placement="both")
+    layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="both")
     layers = tuple(with_attention(layer, window=each) for each in windows)
     head = HeadSpec(softcap=fields.optional_number("final_logit_softcapping", 30.0))
     arguments = arguments_of(fields, layers, norm, max_length, tied=True, embedding=embedding_of(fields), head=head)

@@ -43,7 +43,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     slides = [bool((index + 1) % period) for index in range(count)]
     windows = windows_of(fields, ["sliding_attention" if each else "full_attention" for each in slides], window)
     mlp = mlp_of(fields, name="hidden_activation", default="gelu_pytorch_tanh")
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm, placement="both")
+    layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="both")
     layers = tuple(
         with_attention(layer, window=each, rotary=rotary["full_attention" if each is None else "sliding_attention"])
         for each in windows

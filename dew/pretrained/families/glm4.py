@@ -43,7 +43,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         bias=fields.flag("attention_bias", True),
         rotary=dataclasses.replace(rotary, interleaved=True),
     )
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm, placement="both")
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm, placement="both")
     arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
     fields.finish()
     return arguments

@@ -51,7 +51,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     attention = own_keys_of(fields, heads="n_head", width="n_embd", bias=True, out_bias=True)
     activation = fields.choice("activation_function", ACTIVATIONS, "gelu_new")
     mlp = MlpSpec(features=fields.count("n_inner", 4 * width), activation=activation, bias=True, gated=False)
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm)
     scale = attention.logit_scale if fields.flag("scale_attn_weights", True) else 1.0
     by_depth, count = fields.flag("scale_attn_by_inverse_layer_idx", False), fields.count("n_layer")
     scales = [scale / (index + 1) if by_depth else scale for index in range(count)]

@@ -43,7 +43,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     attention = own_keys_of(fields, bias=bias, out_bias=bias, rotary=rotary)
     mlp = mlp_of(fields, default="gelu", choices={**ACTIVATIONS, "gelu_fast": "gelu_tanh"}, gated=False, bias=True)
     parallel = fields.flag("use_parallel_residual", True)
-    layer = LayerSpec(attention=attention, mlp=mlp, norm=norm, placement="parallel" if parallel else "pre")
+    layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="parallel" if parallel else "pre")
     arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
     fields.get("classifier_dropout", None)
     # What later releases wrote beside the fields of this class, which alone are read.

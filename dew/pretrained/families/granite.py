@@ -8,6 +8,7 @@ from dew.nn.norm import NormSpec
 from dew.pretrained.families.decoder import (
     arguments_of,
     attention_of,
+    dense_mlp,
     divided_head_dim,
     layer_config,
     mlp_of,
@@ -32,7 +33,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         rotary=read_rotary(fields, max_length),
     )
     layer = LayerSpec(
-        attention=attention,
+        mixer=attention,
         mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)),
         norm=norm,
         residual_scale=fields.number("residual_multiplier", 1.0),
@@ -53,7 +54,7 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
             "rope_parameters": write_rotary(layer.attention.rotary, module.max_length),
             "attention_bias": layer.attention.bias,
             "attention_multiplier": layer.attention.logit_scale,
-            "mlp_bias": layer.mlp.bias,
+            "mlp_bias": dense_mlp(layer).bias,
             "residual_multiplier": layer.residual_scale,
         },
     )

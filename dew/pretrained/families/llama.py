@@ -7,6 +7,7 @@ from dew.nn.norm import NormSpec
 from dew.pretrained.families.decoder import (
     arguments_of,
     attention_of,
+    dense_mlp,
     divided_head_dim,
     layer_config,
     mlp_of,
@@ -29,7 +30,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         out_bias=bias,
         rotary=read_rotary(fields, max_length),
     )
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)), norm=norm)
     layers = (layer,) * fields.count("num_hidden_layers")
     arguments = arguments_of(fields, layers, norm, max_length)
     fields.finish({"layer_types": (["full_attention"] * len(layers),)})
@@ -47,7 +48,7 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
             lambda layer: {
                 "rope_parameters": write_rotary(layer.attention.rotary, module.max_length),
                 "attention_bias": layer.attention.bias,
-                "mlp_bias": layer.mlp.bias,
+                "mlp_bias": dense_mlp(layer).bias,
             },
         ),
     }

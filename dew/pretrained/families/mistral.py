@@ -27,7 +27,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         window=fields.optional_count("sliding_window", 4096),
         rotary=read_rotary(fields, max_length),
     )
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm)
     arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
     fields.finish()
     return arguments

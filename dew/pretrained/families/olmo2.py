@@ -32,7 +32,7 @@ def layer_of(fields: Fields, rotary: RotarySpec) -> LayerSpec:
         qk_norm_over="projection",
         rotary=precise(rotary),
     )
-    return LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm, placement="post")
+    return LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm, placement="post")
 
 
 def precise(rotary: RotarySpec) -> RotarySpec:

@@ -44,7 +44,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         window=fields.optional_count("sliding_window", None),
         rotary=read_rotary(fields, max_length, partial=True, kinds=ROPE_TYPES, default_original=4096),
     )
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm)
     arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
     fields.finish({"resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)})
     return arguments

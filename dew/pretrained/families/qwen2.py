@@ -49,7 +49,7 @@ def windowed(fields: Fields, attention: AttentionSpec, norm: NormSpec, max_lengt
         window = None
     slides = [window is not None and index >= first for index in range(count)]
     windows = windows_of(fields, ["sliding_attention" if each else "full_attention" for each in slides], window)
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm)
     layers = tuple(with_attention(layer, window=each) for each in windows)
     arguments = arguments_of(fields, layers, norm, max_length)
     fields.finish()

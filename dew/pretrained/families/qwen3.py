@@ -4,7 +4,7 @@ from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.nn.norm import NormSpec
-from dew.pretrained.families.decoder import attention_of, layer_config, model_config
+from dew.pretrained.families.decoder import attention_of, dense_mlp, layer_config, model_config
 from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.qwen2 import windowed, windows_config
@@ -35,7 +35,7 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Qwen3Config`."""
     if any(layer.attention.qk_norm != layer.norm for layer in module.layers):
         raise ValueError("a Qwen3 config states one norm for the layers and for queries and keys")
-    if any(layer.mlp.bias for layer in module.layers):
+    if any(dense_mlp(layer).bias for layer in module.layers):
         raise ValueError("a Qwen3 config cannot express biases in the mlp")
     config = layer_config(
         module,

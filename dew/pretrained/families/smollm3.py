@@ -7,6 +7,7 @@ from dew.nn.norm import NormSpec
 from dew.pretrained.families.decoder import (
     arguments_of,
     attention_of,
+    dense_mlp,
     divided_head_dim,
     kinds_config,
     layer_config,
@@ -28,7 +29,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
     rotary = read_rotary(fields, max_length, default_theta=2e6)
     attention = attention_of(fields, head_dim=divided_head_dim(fields), bias=bias, out_bias=bias)
-    layer = LayerSpec(attention=attention, mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)), norm=norm)
+    layer = LayerSpec(mixer=attention, mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)), norm=norm)
     rotates = _rotates(fields, fields.count("num_hidden_layers"))
     window = fields.optional_count("sliding_window", None)
     if not fields.flag("use_sliding_window", False):
@@ -58,7 +59,9 @@ def _rotates(fields: Fields, count: int) -> list[bool]:
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `SmolLM3Config`."""
-    config = layer_config(module, lambda layer: {"attention_bias": layer.attention.bias, "mlp_bias": layer.mlp.bias})
+    config = layer_config(
+        module, lambda layer: {"attention_bias": layer.attention.bias, "mlp_bias": dense_mlp(layer).bias}
+    )
     if config.pop("head_dim") * config["num_attention_heads"] != module.features:
         raise ValueError("a SmolLM3 config takes the width of a head from that of the model")
     rotaries = [layer.attention.rotary for layer in module.layers]

@@ -35,7 +35,7 @@ def block(placement="pre", norm=None, mlp=None, residual_scale=1.0, **attention)
     """A tiny block; the rest are fields of its attention."""
     base = tiny_layer(**attention)
     return LayerSpec(
-        attention=base.attention,
+        mixer=base.attention,
         mlp=mlp or base.mlp,
         norm=norm or base.norm,
         placement=placement,
