@@ -1,6 +1,6 @@
 """Which experts read a token, and with which weights: top-k routers as data, and what they say about their choices.
 
-Entry points: `RouterSpec`, `choose`, `Routing`. Softmax routers follow the Switch Transformer
+Entry points: `RouterSpec`, `RouterTraining`, `choose`, `Routing`. Softmax routers follow the Switch Transformer
 (https://arxiv.org/abs/2101.03961), groups and biases DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
 """
 
@@ -84,6 +84,28 @@ class RouterSpec:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterTraining:
+    """What trains routers beside the loss of the tokens.
+
+    Attributes:
+        balance_loss: Weight of the balance loss, the mean over layers with experts; 1 where all is even.
+        z_loss: Weight of the squared logarithm of the softmax's denominator (https://arxiv.org/abs/2202.08906, section
+            2), the mean over layers.
+        bias_rate: What an update adds to the balance bias of an expert with less than its share of the update's
+            tokens, and takes from one with more (https://arxiv.org/abs/2408.15664); 0 leaves the biases as they are.
+    """
+
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must not be negative. Received: {name}={value!r}")
+
+
 @struct.dataclass
 class Choice:
     """What a router says of each token.
@@ -142,7 +164,7 @@ def _open(ranked: Float[Array, "N E"], spec: RouterSpec) -> Bool[Array, "N E"]:
 
 @struct.dataclass
 class Routing:
-    """Sums over the counted tokens of one layer, or of several added up; every token adds its weight.
+    """Sums over the counted tokens of one layer; every token adds its weight.
 
     Attributes:
         load: Slots given to each expert, [E]; slots of dropped tokens included.

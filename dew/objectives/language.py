@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dew.objectives.base import LossOutput, Ratio
+from dew.objectives.routing import EXPERT_LOAD, busiest, router_loss, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
 
@@ -92,17 +93,10 @@ class LanguageModel:
             train: Whether this is a training step.
 
         Returns:
-            The cross entropy in nats per scored token, and the metric `token_accuracy`.
+            The cross entropy in nats per scored token, and the metric `token_accuracy`. A module with experts adds what
+            its `router_training` asks for, and the metrics of `dew.objectives.routing`.
         """
-        hidden = self.module.apply(
-            variables,
-            batch["inputs"],
-            positions=batch.get("positions"),
-            segment_ids=batch.get("segment_ids"),
-            train=train,
-            method="hidden_states",
-            rngs={"dropout": key} if train else None,
-        )
+        hidden, routing = self._hidden_states(variables, batch, key=key, train=train)
         head = self.module.head_weight(variables)
         mesh = jax.sharding.get_abstract_mesh()
         scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
@@ -110,7 +104,22 @@ class LanguageModel:
             mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap
         )
         mass = jnp.sum(batch["weights"])
-        return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
+        metrics = {"token_accuracy": Ratio(correct, mass)}
+        if routing:
+            total = total + router_loss(routing, self.module.router_training)
+            metrics |= routing_metrics(routing, self.module.expert_layers)
+        return LossOutput(Ratio(total, mass), metrics)
+
+    def _hidden_states(self, variables: Any, batch: Any, *, key: jax.Array, train: bool) -> tuple[Any, Any]:
+        """Run the module, and ask its routers where it has some."""
+        given = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
+        if getattr(self.module, "expert_layers", ()):
+            return self.module.apply(
+                variables, batch["inputs"], batch["weights"], **given, method="routed_hidden_states"
+            )
+        rngs = {"dropout": key} if train else None
+        hidden = self.module.apply(variables, batch["inputs"], **given, train=train, method="hidden_states", rngs=rngs)
+        return hidden, ()
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.
@@ -119,9 +128,12 @@ class LanguageModel:
             statistics: Host ratios by name.
 
         Returns:
-            Values by name; `perplexity` is the exponential of `loss`.
+            Values by name; `perplexity` is the exponential of `loss`, and `expert_load_max` the load of the busiest
+            expert of any layer over an even share.
         """
-        values = {name: ratio.value() for name, ratio in statistics.items()}
+        values = {name: ratio.value() for name, ratio in statistics.items() if name != EXPERT_LOAD}
+        if EXPERT_LOAD in statistics:
+            values["expert_load_max"] = busiest(statistics[EXPERT_LOAD])
         loss = values["loss"]
         return {**values, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 

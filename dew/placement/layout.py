@@ -340,15 +340,15 @@ def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
         what: What was to run, for the error: "training" or "loading".
 
     Raises:
-        LayoutRefused: If expert, sequence or stage is larger than 1.
+        LayoutRefused: If sequence or stage is larger than 1.
     """
-    for axis in ("expert", "sequence", "stage"):
+    for axis in ("sequence", "stage"):
         size = mesh.shape[axis]
         if size > 1:
-            sizes = {"fsdp": mesh.shape["fsdp"], "tensor": mesh.shape["tensor"]}
-            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in ("expert", "sequence", "stage"))
+            sizes = {name: mesh.shape[name] for name in ("expert", "fsdp", "tensor")}
+            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in ("sequence", "stage"))
             named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
             raise LayoutRefused(
-                f"{what} on a mesh with {axis}={size} is not available yet: models split over data, fsdp and tensor. "
-                f"Use MeshSpec({named}) on the same devices."
+                f"{what} on a mesh with {axis}={size} is not available yet: models split over data, expert, fsdp and "
+                f"tensor. Use MeshSpec({named}) on the same devices."
             )

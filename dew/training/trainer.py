@@ -34,6 +34,7 @@ from dew.training.placing import abstract_state, check_alive, place_variables, p
 from dew.training.programs import StepPrograms
 from dew.training.report import Report
 from dew.training.resume import restore_state, saved_items
+from dew.training.router_bias import with_router_biases
 from dew.training.state import TrainState, new_state
 from dew.training.step import StepFunction
 
@@ -82,7 +83,7 @@ class Trainer:
                 f"A step of your own applies its updates itself: use accumulation=1. Received: {accumulation=}."
             )
         self.objective = objective
-        self.optimizer = as_optimizer(optimizer)
+        self.optimizer = with_router_biases(as_optimizer(optimizer), objective.module)
         self.key = key
         self.layout = Layout() if layout is None else layout
         self.accumulation = accumulation

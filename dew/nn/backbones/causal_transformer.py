@@ -21,9 +21,11 @@ from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
 from dew.nn.cache import Cache, KeyValueShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
 from dew.nn.masks import cached_visibility, causal_visibility, document_starts
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
+from dew.nn.router import RouterTraining, Routing
 from dew.nn.sharding import constrain, gather_weights, unboxed
 from dew.placement.stacks import Bank, StackView
 
@@ -48,6 +50,7 @@ class CausalTransformer(nn.Module):
         scan_layers: Whether equal layers, in a row or in a repeating pattern, are stored in banks and scanned.
         bank_layers: Most layers a bank may hold; None means no bound.
         attention_impl: Attention kernel.
+        router_training: What trains the routers beside the loss of the tokens.
     """
 
     vocab_size: int
@@ -64,6 +67,7 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
@@ -135,20 +139,56 @@ class CausalTransformer(nn.Module):
         """
         del train
         if cache is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-            x = self._embedded(tokens, positions)
-            around = Surroundings(causal_visibility(tokens.shape[1], segment_ids), starts=document_starts(segment_ids))
-            x = self._run_layers(x, around, self._tables(positions))
-            return self._apply("norm", x)
+            return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
             positions = jnp.maximum(start + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
         x, cache = self._embedded(tokens, positions), cache.marked(real)
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
-        around = Surroundings(visibility, real=None if segment_ids is None else real)
+        given = None if segment_ids is None else real
+        around = Surroundings(visibility, real=given, is_token=given)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
         return self._apply("norm", x), cache
+
+    def routed_hidden_states(
+        self,
+        tokens: Int[Array, "B T"],
+        counted: Float[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Routing, ...]]:
+        """Compute the output of the last norm and what the routers say.
+
+        Args:
+            tokens: Token ids.
+            counted: Weight of each token in the statistics; padding and tokens without weight do not count.
+            positions: As `__call__`.
+            segment_ids: As `__call__`.
+
+        Returns:
+            Hidden states, and the statistics of each layer with experts, first to last.
+        """
+        return self._whole(tokens, positions, segment_ids, counted)
+
+    def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
+        """Run the model on whole sequences."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        x, starts = self._embedded(tokens, positions), document_starts(segment_ids)
+        around = Surroundings(
+            causal_visibility(tokens.shape[1], segment_ids),
+            starts=starts,
+            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
+            counted=counted,
+            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
+        )
+        x, routing = self._run_layers(x, around, self._tables(positions))
+        return self._apply("norm", x), routing
+
+    @property
+    def expert_layers(self) -> tuple[ExpertsSpec, ...]:
+        """The experts of the layers that have them, first to last."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -270,8 +310,9 @@ class CausalTransformer(nn.Module):
 
         return block
 
-    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> Array:
+    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> tuple[Array, tuple[Routing, ...]]:
         """Run all blocks on whole sequences."""
+        routing: dict[int, Routing] = {}
         for segment in self._segments():
             in_loop = segment.repeats > 1
             blocks = [
@@ -279,16 +320,20 @@ class CausalTransformer(nn.Module):
             ]
 
             def turn(x, weights, blocks=blocks):
+                said = []
                 for block, own in zip(blocks, weights, strict=True):
-                    x, _ = block(x, own)
-                return x, None
+                    x, _, own_routing = block(x, own)
+                    said.append(own_routing)
+                return x, said
 
             weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x, _ = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+            x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+            for run, each in zip(segment.runs, said, strict=True):
+                routing |= _by_layer(run, each, in_loop)
             # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
             # back, GSPMD carries that split into every block and gathers weights and activations there.
             x = constrain(x, RESIDUAL_NAMES)
-        return x
+        return x, tuple(routing[index] for index in sorted(routing))
 
     def _run_cached_layers(self, x: Array, around: Surroundings, tables: dict, cache: Cache) -> tuple[Array, Cache]:
         """Run all blocks on new tokens, appending to the cache."""
@@ -305,7 +350,7 @@ class CausalTransformer(nn.Module):
                 bank, place = places[run[0]]
                 step = places[run[-1]][1] - place
                 layer = place + (number * (step // (len(run) - 1)) if len(run) > 1 else 0)
-                x, window = block(x, own, banks[bank].window(layer, cache.index))
+                x, window, _ = block(x, own, banks[bank].window(layer, cache.index))
                 banks = (*banks[:bank], window.bank, *banks[bank + 1 :])
             return (x, banks), None
 
@@ -320,3 +365,12 @@ class CausalTransformer(nn.Module):
                 carry, _ = step(carry, (0, weights))
         x, banks = carry
         return x, cache.replace(banks=banks, index=cache.index + x.shape[1])
+
+
+def _by_layer(run: tuple[int, ...], routing: Routing | None, is_stacked: bool) -> dict[int, Routing]:
+    """Give each layer of a run what its router said."""
+    if routing is None:
+        return {}
+    if not is_stacked:
+        return {run[0]: routing}
+    return {layer: jax.tree.map(lambda leaf, place=place: leaf[place], routing) for place, layer in enumerate(run)}
