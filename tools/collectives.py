@@ -11,21 +11,16 @@ import dataclasses
 import math
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from dew.planning.hlo import Instruction, Trips, array_shapes, computations, running_instructions
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 ITEM_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16, "token": 0}
 REDUCE_SCATTER = "reduce-scatter on GPU/TPU"
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"\b(?:calls|body|to_apply|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,14 +60,6 @@ class Collective:
         return self.bytes * self.executions
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    opcode: str
-    result: str
-    line: str
-
-
 def collectives(text: str, mesh_shape: Mapping[str, int], *, backend: str = "cpu") -> list[Collective]:
     """List the collectives of an optimized HLO module.
 
@@ -87,56 +74,11 @@ def collectives(text: str, mesh_shape: Mapping[str, int], *, backend: str = "cpu
     Raises:
         ValueError: If the text has no entry computation.
     """
-    computations, entry = _computations(text)
-    if entry is None:
-        raise ValueError("The text has no ENTRY computation: give the output of compiled.as_text().")
     return [
         _collective(instruction, trips, mesh_shape, backend)
-        for instruction, trips in _walk(computations, entry, ())
+        for instruction, trips in running_instructions(*computations(text))
         if _kind(instruction.opcode) is not None
     ]
-
-
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str | None]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry = current = None
-    for line in text.splitlines():
-        opened = _COMPUTATION.match(line)
-        if opened:
-            current = opened[2]
-            computations[current] = []
-            entry = current if opened[1] else entry
-        elif current is not None and (parsed := _INSTRUCTION.match(line)):
-            result, opcode = _split_result(parsed[2])
-            computations[current].append(_Instruction(parsed[1], opcode, result, line))
-    return computations, entry
-
-
-def _split_result(rest: str) -> tuple[str, str]:
-    """Split `(f32[2], s32[]) while(...)` into the result's type and the opcode."""
-    depth = 0
-    for index, character in enumerate(rest):
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == " " and depth == 0:
-            opcode = re.match(r"[\w\-]+", rest[index + 1 :])
-            return rest[:index], opcode[0] if opcode else ""
-    return rest, ""
-
-
-def _walk(
-    computations: Mapping[str, list[_Instruction]], name: str, trips: tuple[int | None, ...]
-) -> Iterator[tuple[_Instruction, tuple[int | None, ...]]]:
-    """Visit every instruction that runs, with the trip counts of the loops around it."""
-    for instruction in computations.get(name, ()):
-        yield instruction, trips
-        inner = trips
-        if instruction.opcode == "while":
-            known = _TRIPS.search(instruction.line)
-            inner = (*trips, int(known[1]) if known else None)
-        for called in _CALLED.findall(instruction.line):
-            for target in re.findall(r"[\w.\-]+", called):
-                yield from _walk(computations, target, inner)
 
 
 def _kind(opcode: str) -> str | None:
@@ -144,20 +86,17 @@ def _kind(opcode: str) -> str | None:
     return base if base in KINDS else None
 
 
-def _collective(
-    instruction: _Instruction, trips: tuple[int | None, ...], mesh_shape: Mapping[str, int], backend: str
-) -> Collective:
+def _collective(instruction: Instruction, trips: Trips, mesh_shape: Mapping[str, int], backend: str) -> Collective:
     kind = _kind(instruction.opcode)
     assert kind is not None, instruction.opcode
-    found = _SHAPE.findall(instruction.result)
+    found = array_shapes(instruction.result)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         found = found[len(found) // 2 :]  # an asynchronous start gives its operands, then its results
-    shapes = tuple(tuple(int(size) for size in dims.split(",") if size) for _, dims in found)
-    size = sum(math.prod(shape) * _item_bytes(dtype) for (dtype, _), shape in zip(found, shapes, strict=True))
+    shapes = tuple(shape for _, shape in found)
+    size = sum(math.prod(shape) * _item_bytes(dtype) for dtype, shape in found)
     groups = replica_groups(instruction.line, math.prod(mesh_shape.values()))
     axes = _axes(groups, mesh_shape)
-    named = re.search(r'op_name="([^"]*)"', instruction.line)
-    op_name = named[1] if named else ""
+    op_name = instruction.op_name
     phase = _phase(op_name)
     reduces_gradient = kind == "all-reduce" and "fsdp" in axes and phase == "backward" and any(shapes)
     return Collective(
@@ -380,8 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--remat", default=None)
     parser.add_argument("--min-shard", type=int, default=2**16, help="smallest leaf that is split, in elements")
     options = parser.parse_args(arguments)
-    if "jax" not in sys.modules:
-        os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={options.devices}")
+    # JAX reads it with its first device.
+    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={options.devices}")
     print(report_of(options).table())
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import jax
 from flax import linen as nn
 
 from dew.arrays import Array, Float
@@ -16,9 +17,7 @@ from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain
-
-QUERY_NAMES = ("activation_batch", "activation_length", "activation_heads", None)
-KEY_NAMES = ("activation_batch", "activation_length", "activation_kv", None)
+from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,11 +125,15 @@ class SelfAttention(nn.Module):
             The projected mixture, and the cache after the new keys.
         """
         query, key, value = self._heads(x, rotary)
-        if cache is None:
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
+        if cache is not None:
             cache, key, value = cache.append(key, value)
-        mixed = attention(
+            attend = attention
+        elif splits_positions(jax.sharding.get_abstract_mesh()):
+            attend = sequence_attention
+        else:
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            attend = attention
+        mixed = attend(
             query,
             key,
             value,

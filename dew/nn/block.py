@@ -76,17 +76,6 @@ class LayerSpec:
         return self.mixer
 
     @property
-    def dense_mlp(self) -> MlpSpec:
-        """The perceptron of a block that has one.
-
-        Raises:
-            ValueError: If the block has experts, or neither.
-        """
-        if not isinstance(self.mlp, MlpSpec):
-            raise ValueError(f"the block has no perceptron. Received: mlp={self.mlp!r}")
-        return self.mlp
-
-    @property
     def experts(self) -> ExpertsSpec:
         """The experts of a block that has them.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dew.arrays import Array, Bool, Int
 from dew.kernels.attention import Visibility, consecutive_visibility
+from dew.nn.sharding import constrain
 
 
 def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = None) -> Visibility:
@@ -20,7 +21,9 @@ def causal_visibility(num_tokens: int, segment_ids: Int[Array, "B T"] | None = N
     Returns:
         The visibility of T queries and T keys.
     """
-    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    if segment_ids is not None:
+        # Every device of a sequence axis compares whole rows: gathered here, once for all layers.
+        segment_ids = constrain(jnp.asarray(segment_ids), ("activation_batch", None))
     return consecutive_visibility(num_tokens, num_tokens, query_segments=segment_ids, key_segments=segment_ids)
 
 

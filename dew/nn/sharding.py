@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dew.arrays import Array, Float
 from dew.placement.rules import DEFAULT_RULES, resolve
@@ -68,6 +68,11 @@ def unboxed(tree: Any) -> Any:
         tree,
         is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
     )
+
+
+def without_mesh() -> Any:
+    """Leave the mesh in context, as `with without_mesh():`, for code whose placement does not matter."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def constrain(x: Array, names: Sequence[str | None]) -> Array:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
 from dew.objectives.routing import EXPERT_LOAD, busiest, router_loss, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
@@ -48,7 +49,8 @@ class LanguageModel:
         Returns:
             The module's collections, parameters boxed with their logical axes.
         """
-        return self.module.init(key, jnp.zeros((1, 2), jnp.int32))
+        with without_mesh():  # two tokens show the shapes; no mesh has to split them
+            return self.module.init(key, jnp.zeros((1, 2), jnp.int32))
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Shift tokens against targets and turn masks into weights.

@@ -340,15 +340,14 @@ def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
         what: What was to run, for the error: "training" or "loading".
 
     Raises:
-        LayoutRefused: If sequence or stage is larger than 1.
+        LayoutRefused: If stage is larger than 1.
     """
-    for axis in ("sequence", "stage"):
-        size = mesh.shape[axis]
-        if size > 1:
-            sizes = {name: mesh.shape[name] for name in ("expert", "fsdp", "tensor")}
-            sizes["fsdp"] *= math.prod(mesh.shape[name] for name in ("sequence", "stage"))
-            named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
-            raise LayoutRefused(
-                f"{what} on a mesh with {axis}={size} is not available yet: models split over data, expert, fsdp and "
-                f"tensor. Use MeshSpec({named}) on the same devices."
-            )
+    size = mesh.shape["stage"]
+    if size > 1:
+        sizes = {name: mesh.shape[name] for name in ("expert", "fsdp", "tensor", "sequence")}
+        sizes["fsdp"] *= size
+        named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
+        raise LayoutRefused(
+            f"{what} on a mesh with stage={size} is not available yet: models split over data, expert, fsdp, tensor "
+            f"and sequence. Use MeshSpec({named}) on the same devices."
+        )

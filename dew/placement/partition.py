@@ -93,17 +93,23 @@ def _row_shards(mesh: Mesh) -> dict[int, set[int]]:
 
 
 @functools.lru_cache(maxsize=64)
-def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
-    """The sharding of a batch array: rows over data, expert and fsdp, other dimensions whole.
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = (), *, leading: int = 0) -> NamedSharding:
+    """The sharding of a batch array: rows over data, expert and fsdp, positions over sequence.
+
+    Arrays [rows, positions] and [rows, positions, width] count as sequences where their positions divide by the axis;
+    images, videos and everything else keep all dimensions but the rows whole.
 
     Args:
         mesh: A mesh with the six axes.
+        shape: The array's shape; without it only the rows are split.
         leading: Dimensions before the rows.
     """
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
-    if not axes:
-        return NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec(*[None] * leading, axes[0] if len(axes) == 1 else axes))
+    rows = axes[0] if len(axes) == 1 else axes or None
+    shards = mesh.shape["sequence"]
+    splits = shards > 1 and len(shape) - leading in (2, 3) and shape[leading + 1] % shards == 0
+    entries = [*[None] * leading, rows, "sequence"] if splits else [*[None] * leading, rows] if rows else []
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> PyTree:
@@ -117,7 +123,7 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
             is then replicated.
 
     Returns:
-        The tree of global arrays, rows over data, expert and fsdp.
+        The tree of global arrays, placed by `batch_sharding`.
 
     Raises:
         ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
@@ -133,7 +139,9 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> 
         if local.ndim > lead:
             _check_rows(mesh, path, local.shape[lead] * count, divisor)
         arrays.append(local)
-        places.append(batch_sharding(mesh, leading=lead) if local.ndim > lead else NamedSharding(mesh, PartitionSpec()))
+        is_batch = local.ndim > lead
+        whole = NamedSharding(mesh, PartitionSpec())
+        places.append(batch_sharding(mesh, local.shape, leading=lead) if is_batch else whole)
     if mesh.size == 1:
         # The arguments of a compiled function take a shorter way to the device than device_put; a small step is
         # mostly this.

@@ -224,7 +224,7 @@ class Trainer:
             return self._programs.evaluate(variables, placed, self._evaluation_key)
 
     def place_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Prepare a host batch and split its rows over the mesh.
+        """Prepare a host batch and split its rows, and positions, over the mesh.
 
         Args:
             batch: A host batch as the objective's `prepare` reads it.
@@ -247,10 +247,11 @@ class Trainer:
             ValueError: If the objective refuses the batch.
             LayoutRefused: If the layout leaves too much whole on this mesh.
         """
-        rows, count = batch_sharding(self.mesh), data_partition(self.mesh).count
+        count = data_partition(self.mesh).count
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=rows)
+            place = batch_sharding(self.mesh, leaf.shape)
+            return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=place)
 
         state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -26,6 +26,21 @@ def test_rows_split_over_data_expert_and_fsdp_only(spec):
         np.testing.assert_array_equal(shard.data, host["tokens"][first : first + rows])
 
 
+def test_positions_of_sequences_split_over_the_sequence_axis():
+    mesh = build_mesh(MeshSpec(fsdp=2, sequence=4))
+    shapes = {"tokens": (8, 12), "hidden": (8, 12, 5), "odd": (8, 13), "image": (8, 12, 12, 3), "row": (8,)}
+    host = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+    batch = shard_batch(mesh, host)
+    jax.tree.map(np.testing.assert_array_equal, batch, host)
+    parts = {name: array.addressable_shards[0].data.shape for name, array in batch.items()}
+    assert parts == {
+        "tokens": (4, 3), "hidden": (4, 3, 5), "odd": (4, 13), "image": (4, 12, 12, 3), "row": (4,)
+    }  # fmt: skip
+    stacked = shard_batch(mesh, {"tokens": np.zeros((3, 8, 12)), "mass": np.zeros(3)}, is_stacked=True)
+    assert stacked["tokens"].addressable_shards[0].data.shape == (3, 4, 3)
+    assert stacked["mass"].sharding.is_fully_replicated
+
+
 def test_the_caller_may_reuse_its_buffers():
     # An aligned C-contiguous buffer is what JAX would alias on CPU.
     raw = np.empty(8 * 1024 * 4 + 64, np.uint8)

@@ -64,7 +64,7 @@ def test_a_refused_layout_is_reported_with_its_reason():
     text = plan_text(estimate)
     assert "9 query heads / 3 kv heads do not divide tensor=2: attention stays whole" in text
     assert "Refused: On mesh tensor=2" in text
-    assert "A model on a mesh with sequence=2" in estimate_bytes(module, planned_mesh({"sequence": 2}), FULL).refusal
+    assert "A model on a mesh with stage=2" in estimate_bytes(module, planned_mesh({"stage": 2}), FULL).refusal
 
 
 def test_the_text_says_whether_it_fits():

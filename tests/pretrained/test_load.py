@@ -138,7 +138,7 @@ def test_a_layout_that_replicates_too_much(refused, copied):
 
 
 def test_an_axis_no_model_runs_on(refused, copied):
-    refused(copied(), "sequence=2 is not available yet", LayoutRefused, mesh={"sequence": 2})
+    refused(copied(), "stage=2 is not available yet", LayoutRefused, mesh={"stage": 2})
 
 
 def test_a_config_that_is_no_json(copied, refused):

@@ -36,6 +36,7 @@ TRAINING = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=RATE)
 MESHES = {
     "expert=4": MeshSpec(expert=4),
     "expert=2 fsdp=2 tensor=2": MeshSpec(expert=2, fsdp=2, tensor=2),
+    "expert=2 fsdp=2 sequence=2": MeshSpec(expert=2, fsdp=2, sequence=2),
 }
 
 

@@ -235,10 +235,10 @@ def dense_mlp(layer: LayerSpec) -> MlpSpec:
     """Give the perceptron of a block for a config that has one in every block.
 
     Raises:
-        ValueError: If the block has none.
+        ValueError: If the block has none, or experts.
     """
-    if layer.mlp is None:
-        raise ValueError("the config has an mlp in every layer. Received: a layer with mlp=None")
+    if not isinstance(layer.mlp, MlpSpec):
+        raise ValueError(f"the config has a perceptron in every layer. Received: a layer with mlp={layer.mlp}")
     return layer.mlp
 
 

@@ -1,0 +1,132 @@
+"""Floating-point operations of a training step: what its compiled program does, and what it needs to.
+
+Entry points: `matrix_products` and `program_flops` read a program, `decoder_step_flops` is the formula. Only matrix
+products count: the rest is a few per cent of a model, and accelerators do it elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from dew.planning.hlo import Instruction, Trips, array_shapes, computations, running_instructions
+from dew.tree import named_leaves
+
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_LIBRARY_PRODUCT = re.compile(r"gemm|matmul|conv|fmha|attention", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One matrix product of a compiled program.
+
+    Attributes:
+        shape: Shape of the result on one device.
+        contracted: Elements summed for each element of it.
+        trips: Trip count of each loop around it, outermost first; None where the compiler does not know it.
+        op_name: Where it comes from, as JAX named it.
+    """
+
+    shape: tuple[int, ...]
+    contracted: int
+    trips: Trips
+    op_name: str
+
+    @property
+    def flops(self) -> int:
+        """Operations of one device in one run of the program; a loop of unknown length counts once."""
+        return 2 * math.prod(self.shape) * self.contracted * math.prod(trip or 1 for trip in self.trips)
+
+
+def matrix_products(text: str) -> list[Product]:
+    """List the matrix products of an optimised program.
+
+    Args:
+        text: The module, as `compiled.as_text()` gives it.
+
+    Returns:
+        The products of one device; both branches of a conditional count.
+
+    Raises:
+        ValueError: If the text has no entry computation, or calls a library's product that cannot be read.
+    """
+    found, entry = computations(text)
+    named = {name: {item.name: item for item in items} for name, items in found.items()}
+    products = []
+    for instruction, trips in running_instructions(found, entry):
+        dims = _contracted_dims(instruction)
+        if dims is None:
+            continue
+        left = named[instruction.computation][instruction.operands[0]]
+        ((_, sizes),) = array_shapes(left.result)
+        products.append(
+            Product(
+                shape=array_shapes(instruction.result)[0][1],
+                contracted=math.prod(sizes[dim] for dim in dims),
+                trips=trips,
+                op_name=instruction.op_name,
+            )
+        )
+    return products
+
+
+def _contracted_dims(instruction: Instruction) -> list[int] | None:
+    """Dimensions of the first operand that are summed over; None where the instruction is no matrix product."""
+    if instruction.opcode == "dot":
+        written = _CONTRACTED.search(instruction.line)
+        return [int(dim) for dim in re.findall(r"\d+", written[1])] if written else []
+    if instruction.opcode == "convolution":
+        raise ValueError(f"Convolutions are not counted: {instruction.name} from {instruction.op_name!r}.")
+    target = _TARGET.search(instruction.line) if instruction.opcode == "custom-call" else None
+    if target is None or not _LIBRARY_PRODUCT.search(target[1]):
+        return None
+    written = _LIBRARY_CONTRACTED.search(instruction.line)
+    if written is None:
+        raise ValueError(
+            f"The program calls {target[1]!r} from {instruction.op_name!r}, whose operations cannot be read from its "
+            "text. Count a program that keeps its products as dots: on CPU, or with attention_impl='xla'."
+        )
+    return [int(dim) for dim in re.findall(r"\d+", written[1])]
+
+
+def program_flops(text: str) -> int:
+    """Count the operations of all matrix products that one device does in one run of a program.
+
+    Args:
+        text: The module, as `compiled.as_text()` gives it.
+
+    Raises:
+        ValueError: As `matrix_products`.
+    """
+    return sum(product.flops for product in matrix_products(text))
+
+
+def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -> int:
+    """Compute what a training step of a decoder needs, on all devices together, without recomputation.
+
+    Each weight of a matrix multiplies each token once forward and twice backward, two operations each: 6 a weight and
+    token (https://arxiv.org/abs/2001.08361, section 2.1). The table counts as the head that scores the vocabulary; a
+    lookup multiplies nothing. Each query and key meet twice forward and four times backward, hidden pairs included:
+    12 H a pair and query head.
+
+    Args:
+        module: A `CausalTransformer`.
+        variables: Its variables, or their shapes, unboxed.
+        rows: Rows of the global batch.
+        length: Positions of a row.
+
+    Returns:
+        Operations of one step.
+    """
+    tables = ("embed_positions", *(() if module.tie_embeddings else ("embed_tokens",)))
+    weights = sum(
+        math.prod(leaf.shape)
+        for path, leaf in named_leaves(variables["params"]).items()
+        if path.endswith(("kernel", "embedding")) and not path.startswith(tables)
+    )
+    pairs = sum(spec.attention.num_heads * spec.attention.head_dim for spec in module.layers) * length
+    return 6 * rows * length * (weights + 2 * pairs)

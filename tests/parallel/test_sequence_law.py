@@ -1,0 +1,116 @@
+"""Training with positions split over devices is training on one device: loss, every gradient leaf, updated weights."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dew.nn.norm import NormSpec
+from dew.objectives.language import LanguageModel
+from dew.placement.layout import Layout, LayoutRefused
+from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.rules import DEFAULT_RULES
+from dew.training.optimizer import make_optimizer
+from dew.training.step import batch_gradients
+from dew.training.trainer import Trainer
+from dew.tree import named_leaves
+from tests.parallel.sequences import LENGTH, UNSCORED, packed_batch
+from tests.tiny import tiny_decoder, tiny_layer
+
+STRICT = Layout(rules=(*DEFAULT_RULES, ("norm", "tensor")), min_shard=1, tolerance=0)
+MESHES = {
+    "sequence=2": MeshSpec(sequence=2),
+    "sequence=4": MeshSpec(sequence=4),
+    "sequence=8": MeshSpec(sequence=8),  # 4 heads: keys and values are gathered
+    "fsdp=2 sequence=4": MeshSpec(fsdp=2, sequence=4),
+    "fsdp=2 tensor=2 sequence=2": MeshSpec(fsdp=2, tensor=2, sequence=2),
+    "tensor=2 sequence=4": MeshSpec(tensor=2, sequence=4),  # 2 heads on a device: gathered
+}
+RTOL = 1e-5
+
+
+@functools.cache
+def trainer(name: str | None) -> Trainer:
+    layers = (tiny_layer(num_kv_heads=2), tiny_layer(num_kv_heads=2, window=9))
+    module = tiny_decoder(layers=layers, norm=NormSpec(eps=1e-5))
+    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else build_mesh(MESHES[name])
+    return Trainer(
+        LanguageModel(module),
+        # A large eps: Adam divides by the gradient's own size, which would magnify rounding where that is near 0.
+        make_optimizer("adamw", 1e-2, clip_norm=1.0, eps=1e-2),
+        mesh=mesh,
+        layout=STRICT if name is None or "fsdp" in name or "tensor" in name else None,
+    )
+
+
+@functools.cache
+def scored(name: str | None) -> tuple[dict, dict]:
+    run = trainer(name)
+    state = run.place()
+    differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
+    with run.context():
+        output, gradients = differentiate(state.variables, run.place_batch(packed_batch()), jax.random.key(0))
+    return jax.device_get({"loss": output.loss, **output.metrics}), named_leaves(jax.device_get(gradients))
+
+
+def assert_close(got, want, what):
+    scale = np.max(np.abs(want))
+    assert scale > 0, f"{what} is zero: the test could not fail"
+    np.testing.assert_allclose(got, want, rtol=0, atol=RTOL * scale, err_msg=what)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_loss_and_every_gradient_equal_those_of_one_device(name):
+    (statistics, gradients), (want_statistics, want_gradients) = scored(name), scored(None)
+    for key, want in want_statistics.items():
+        assert_close(statistics[key].total, want.total, key)
+        assert statistics[key].mass == want.mass
+    assert gradients.keys() == want_gradients.keys()
+    for path, want in want_gradients.items():
+        assert_close(gradients[path], want, path)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_positions_are_split_and_targets_were_shifted_before(name):
+    run = trainer(name)
+    shards = run.mesh.shape["sequence"]
+    host, placed = run.objective.prepare(packed_batch()), run.place_batch(packed_batch())
+    assert set(placed) == {"inputs", "targets", "weights", "segment_ids", "positions"}
+    for field, array in placed.items():
+        assert {shard.data.shape[1] for shard in array.addressable_shards} == {LENGTH // shards}
+        np.testing.assert_array_equal(array, host[field])
+    last = next(s for s in placed["targets"].addressable_shards if s.index[1].stop == LENGTH // shards)
+    np.testing.assert_array_equal(last.data[:, -1], packed_batch()["tokens"][last.index[0], LENGTH // shards])
+
+
+def test_the_batch_is_awkward():
+    weights = LanguageModel(tiny_decoder()).prepare(packed_batch())["weights"]
+    assert weights[:, UNSCORED].sum() == 0 == weights[-1].sum()
+    assert len(set(weights.sum(axis=1).tolist())) > 5
+
+
+@functools.cache
+def trained(name: str | None) -> tuple[list[float], dict]:
+    """Give the losses of three updates and the weights after them."""
+    run = trainer(name)
+    loop = run.loop(run.place())
+    losses = [result.read()["loss"].value() for result in loop.run(packed_batch(seed) for seed in range(3))]
+    return losses, named_leaves(jax.device_get(loop.state.variables))
+
+
+@pytest.mark.parametrize("name", ["fsdp=2 tensor=2 sequence=2"])
+def test_three_updates_equal_those_of_one_device(name):
+    losses, variables = trained(name)
+    want_losses, want_variables = trained(None)
+    np.testing.assert_allclose(losses, want_losses, rtol=RTOL)
+    for path, want in want_variables.items():
+        np.testing.assert_allclose(variables[path], want, rtol=0, atol=5e-5 * np.max(np.abs(want)), err_msg=path)
+
+
+def test_lengths_that_do_not_divide_are_refused():
+    run = trainer("sequence=8")
+    rows = {"tokens": np.ones((8, 45), np.int32)}
+    state = run.place()
+    with pytest.raises(LayoutRefused, match=r"44 positions do not divide into 8 equal parts.*Use rows of 40 or 48 "):
+        list(run.loop(state).run([rows]))

@@ -1,0 +1,75 @@
+"""Operations of the compiled training step: the formula on one device, an even split of them on every axis."""
+
+import jax
+import numpy as np
+import pytest
+
+from dew.objectives.language import LanguageModel
+from dew.placement import Layout, MeshSpec, build_mesh
+from dew.planning.flops import decoder_step_flops
+from dew.training.placing import plain
+from dew.training.trainer import Trainer
+from tools import flops
+from tools.collectives import llama_like
+
+ROWS, LENGTH = 8, 32
+SHAPE = {"layers": 2, "width": 64, "heads": 8, "mlp": 160, "vocab": 112, "length": LENGTH}
+BATCH = {"tokens": np.ones((ROWS, LENGTH + 1), np.int32)}
+
+
+def step(mesh, kv_heads=8, remat=None, tolerance=0.0, **fields):
+    module = llama_like(**SHAPE, kv_heads=kv_heads, remat=remat).clone(**fields)
+    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if mesh is None else mesh
+    trainer = Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=Layout(min_shard=1, tolerance=tolerance))
+    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), rows=ROWS, length=LENGTH)
+    return flops.step_flops(trainer, BATCH), needed
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return step(None)[0]
+
+
+def test_the_count_on_one_device_is_the_formula(alone):
+    assert alone.per_device == pytest.approx(step(MeshSpec())[1], rel=0.02)
+
+
+def test_it_is_the_formula_with_a_head_of_its_own_shared_heads_and_unrolled_layers():
+    found, needed = step(None, kv_heads=2, tie_embeddings=False, scan_layers=False)
+    assert found.per_device == pytest.approx(needed, rel=0.02)
+
+
+def test_full_recomputation_runs_the_forward_of_the_blocks_again(alone):
+    found, needed = step(None, remat="full")
+    blocks = needed - 6 * ROWS * LENGTH * SHAPE["vocab"] * SHAPE["width"]
+    # What ends a block is not needed to go back through it, so it does not run again.
+    last = 2 * ROWS * LENGTH * SHAPE["mlp"] * SHAPE["width"] * SHAPE["layers"]
+    assert found.per_device == pytest.approx(needed + blocks / 3 - last, rel=0.02)
+
+
+MESHES = [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: ",".join(f"{name}={size}" for name, size in mesh.items()))
+def test_each_device_computes_its_even_share(mesh, alone):
+    found, _ = step(mesh)
+    assert found.devices == 8
+    assert found.per_device == pytest.approx(alone.per_device / 8, rel=0.05)
+    # Part by part: one part that is whole must not hide behind another.
+    even = {part: total / 8 for part, total in alone.by_part().items()}
+    assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+def test_heads_that_do_not_divide_are_computed_whole_and_the_table_says_so(alone):
+    found, _ = step(MeshSpec(tensor=8), kv_heads=2, tolerance=0.1)
+    grouped, _ = step(None, kv_heads=2)
+    ratios = {part: mine * 8 / grouped.by_part()[part] for part, mine in found.by_part().items()}
+    assert {part for part, ratio in ratios.items() if ratio > 1.05} == {"k_proj", "v_proj"}
+    lines = {line.split()[0]: line.split()[1:] for line in flops.table(found, grouped).splitlines()}
+    assert lines["part"] == ["one", "device", "even", "split", "a", "device", "ratio"]
+    assert (lines["k_proj"][-1], lines["q_proj"][-1]) == ("8.000", "1.000")
+
+
+def test_the_command_prints_the_table(capsys):
+    flops.main(["--mesh", "fsdp=2,tensor=2", "--layers", "2", "--length", "8", "--width", "32", "--mlp", "64"])
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "all"

@@ -1,0 +1,128 @@
+"""What each device computes in a training step: operations of its matrix products beside an even split of one device's.
+
+Run `python -m tools.flops --mesh fsdp=2,tensor=4 --layers 4`. Both programs are compiled as the trainer compiles them
+and read from their optimised HLO, loops times their trip counts; nothing is allocated or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dew.planning.flops import Product, matrix_products
+from tools.collectives import llama_like
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFlops:
+    """The matrix products of one compiled step.
+
+    Attributes:
+        devices: Devices of the mesh.
+        products: The products of one device.
+    """
+
+    devices: int
+    products: tuple[Product, ...]
+
+    @property
+    def per_device(self) -> int:
+        """Operations of one device."""
+        return sum(product.flops for product in self.products)
+
+    def by_part(self) -> dict[str, int]:
+        """Operations of one device by the part of the model they belong to."""
+        parts: dict[str, int] = {}
+        for product in self.products:
+            name = part_of(product)
+            parts[name] = parts.get(name, 0) + product.flops
+        return parts
+
+
+def step_flops(trainer: Any, batch: Mapping[str, Any]) -> StepFlops:
+    """Compile a trainer's step for a batch's shapes and read its matrix products.
+
+    Args:
+        trainer: A `dew.Trainer`.
+        batch: One host batch as its objective reads it.
+    """
+    text = trainer.lower(batch).compile().as_text()
+    return StepFlops(devices=trainer.mesh.size, products=tuple(matrix_products(text)))
+
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def part_of(product: Product) -> str:
+    """Name the part of a decoder that a product belongs to.
+
+    Args:
+        product: One product of its step.
+    """
+    for part in _PARTS:
+        if f"/{part}/" in product.op_name:
+            return part
+    # XLA forgets names where it drops a dimension of size 1; only attention multiplies per row and head.
+    return "attention" if len(product.shape) > 2 or "self_attn" in product.op_name else "vocabulary"
+
+
+def table(split: StepFlops, alone: StepFlops) -> str:
+    """Lay the operations of one device out beside an even split of one device's, a line per part.
+
+    Args:
+        split: The step on a mesh.
+        alone: The step on one device.
+    """
+    here, whole = split.by_part(), alone.by_part()
+    lines = [f"{'part':12}{'one device':>16}{'even split':>16}{'a device':>16}{'ratio':>8}"]
+    rows = [(name, whole.get(name, 0), here.get(name, 0)) for name in dict.fromkeys((*whole, *here))]
+    for name, total, mine in (*rows, ("all", alone.per_device, split.per_device)):
+        even = total / split.devices
+        ratio = f"{mine / even:8.3f}" if even else f"{'-':>8}"
+        lines.append(f"{name:12}{total:>16,}{even:>16,.0f}{mine:>16,}{ratio}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table of a decoder and a mesh."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="fsdp=8", help="axes and factors, as in fsdp=4,tensor=2")
+    parser.add_argument("--devices", type=int, default=8, help="simulated devices when the platform is CPU")
+    for name, default in (("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 8), ("mlp", 256), ("vocab", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--length", type=int, default=32, help="positions of a row")
+    parser.add_argument("--remat", default=None)
+    options = parser.parse_args(arguments)
+    # JAX reads it with its first device.
+    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={options.devices}")
+    print(table(*_compiled(options)))
+
+
+def _compiled(options: argparse.Namespace) -> tuple[StepFlops, StepFlops]:
+    """Compile the step on the mesh and on one device."""
+    import jax
+    import numpy as np
+
+    import dew
+    from dew.objectives.language import LanguageModel
+    from dew.placement import build_mesh
+
+    fields = ("layers", "width", "heads", "kv_heads", "mlp", "vocab", "length", "remat")
+    module = llama_like(**{name: getattr(options, name) for name in fields})
+    factors = {name: int(size) for name, _, size in (part.partition("=") for part in options.mesh.split(","))}
+    batch = {"tokens": np.ones((options.rows, options.length + 1), np.int32)}
+    one = build_mesh(devices=jax.devices()[:1])
+
+    def step(mesh: Any) -> StepFlops:
+        layout = dew.Layout(min_shard=1)
+        return step_flops(dew.Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=layout), batch)
+
+    return step(factors), step(one)
+
+
+if __name__ == "__main__":
+    main()
