@@ -132,9 +132,10 @@ class DecoderLayer(nn.Module):
         """Declare the block's weights."""
         spec, dtype = self.spec, self.param_dtype
         self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation)
-        if spec.mlp is not None:
-            kind = Experts if isinstance(spec.mlp, ExpertsSpec) else Mlp
-            self.mlp = kind(self.features, spec.mlp, dtype)
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp: Any = Experts(self.features, spec.mlp, dtype)
+        elif spec.mlp is not None:
+            self.mlp = Mlp(self.features, spec.mlp, dtype)
         for name in sorted(spec.norm_names):
             setattr(self, name, Norm(self.features, spec.norm, dtype))
 

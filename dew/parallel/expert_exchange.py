@@ -103,8 +103,9 @@ def _round(
     local = experts.at[taken].get(mode="fill", fill_value=_NOWHERE) - devices * per_device
     local = jnp.where((local >= 0) & (local < per_device), local, per_device)
     sent_weights = jnp.where(local < per_device, _sent(weights, taken, offset), 0)
-    there = [_swapped(each, axis) for each in (_sent(x, taken, offset), local, sent_weights)]
-    summed = apply(*(each.reshape(-1, each.shape[-1]) for each in there), banks)
+    sent = (_sent(x, taken, offset), local, sent_weights)
+    tokens, numbers, factors = (_swapped(each, axis).reshape(-1, each.shape[-1]) for each in sent)
+    summed = apply(tokens, numbers, factors, banks)
     back = _swapped(summed.reshape(*taken.shape, -1).astype(x.dtype), axis)
     return _returned(back, taken, offset).astype(summed.dtype)
 

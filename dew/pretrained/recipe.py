@@ -37,8 +37,8 @@ class Weight:
 
     Attributes:
         path: Logical path of the leaf; `{i}` stands for a layer number.
-        tensor: Hugging Face name of the tensor, with the same `{i}`. Where it has an `{e}`, the number of an expert, the
-            leaf is a bank: the first dimension counts experts, each a tensor of its own.
+        tensor: Hugging Face name of the tensor, with the same `{i}`. Where it has an `{e}`, the number of an expert,
+            the leaf is a bank: its first dimension counts experts, each a tensor of its own.
         arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one.
         fused: Where the leaf lies in a tensor that holds several; None where it is the whole tensor.
     """
