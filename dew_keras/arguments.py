@@ -1,20 +1,20 @@
 """What verbs check before anything changes: numbers of epochs, verbosity, parts of the rows, callbacks.
 
-Entry points: `check_fit`, `check_hooks`, `flat_callbacks`.
+Entry points: `check_fit`, `check_hooks`, `flat_callbacks`; `limited_epochs` and `limited_steps` for what keras.config
+caps.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import keras
 import numpy as np
 
-from dew_keras.inputs import check_count
 
-
-def check_fit(*, epochs: Any, initial_epoch: Any, validation_split: Any, validation_freq: Any) -> None:
+def check_fit(*, epochs: Any, initial_epoch: Any, validation_split: Any, validation_freq: Any, shuffle: Any) -> None:
     """Refuse numbers that `fit` cannot train by.
 
     Args:
@@ -22,13 +22,18 @@ def check_fit(*, epochs: Any, initial_epoch: Any, validation_split: Any, validat
         initial_epoch: Number of the first epoch, from 0.
         validation_split: Part of the rows to validate on.
         validation_freq: Every how many epochs to validate, or after which.
+        shuffle: Whether to shuffle.
 
     Raises:
         ValueError: If one is not what it must be.
     """
-    check_count("epochs", epochs)
-    if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int | np.integer) or initial_epoch < 0:
-        raise ValueError(f"initial_epoch must be 0 or a positive integer. Received: initial_epoch={initial_epoch!r}")
+    for name, value in (("epochs", epochs), ("initial_epoch", initial_epoch)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise ValueError(f"{name} must be 0 or a positive integer. Received: {name}={value!r}")
+    if not isinstance(shuffle, bool | np.bool_ | int):
+        raise ValueError(
+            f"shuffle must be True, which shuffles all rows every epoch, or False. Received: shuffle={shuffle!r}"
+        )
     is_part = isinstance(validation_split, int | float | np.number) and not isinstance(validation_split, bool)
     if validation_split is not None and not (is_part and 0 <= validation_split < 1):
         raise ValueError(
@@ -40,6 +45,33 @@ def check_fit(*, epochs: Any, initial_epoch: Any, validation_split: Any, validat
             "`validation_freq` must be a positive integer or a list of epochs, counted from 1. "
             f"Received: validation_freq={validation_freq!r}"
         )
+
+
+def limited_epochs(epochs: int) -> int:
+    """Return the number of the last epoch under `keras.config.set_max_epochs`, with a warning where that is lower.
+
+    Args:
+        epochs: What `fit` was given.
+    """
+    most = keras.config.max_epochs()
+    if not most or most >= epochs:
+        return epochs
+    warnings.warn(f"Limiting epochs to {most}, as keras.config.set_max_epochs says.", stacklevel=3)
+    return most
+
+
+def limited_steps(given: int | None, known: int | None) -> int | None:
+    """Return the batches of a pass under `keras.config.set_max_steps_per_epoch`, with a warning where that is lower.
+
+    Args:
+        given: What the verb was given; None for all of the data.
+        known: Batches of the data, or None when nobody knows.
+    """
+    most, asked = keras.config.max_steps_per_epoch(), known if given is None else given
+    if not most or (asked is not None and most >= asked):
+        return given
+    warnings.warn(f"Limiting steps_per_epoch to {most}, as keras.config.set_max_steps_per_epoch says.", stacklevel=3)
+    return most
 
 
 def check_hooks(verbose: Any, callbacks: Any) -> None:

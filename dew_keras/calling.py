@@ -5,13 +5,16 @@ Entry points: `ModuleCall`, `cast_floats`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.errors import ScopeParamShapeError
 
 TRAINING_FLAGS = ("training", "train")
 ADDED_LOSSES = "losses"
@@ -73,7 +76,7 @@ class ModuleCall:
             return tuple(x), {}
         return (x,), {}
 
-    def init(self, key: jax.Array, x: Any) -> tuple[dict[str, Any], bool]:
+    def init(self, key: jax.Array, x: Any) -> tuple[dict[str, Any], Any]:
         """Make fresh variables; traceable.
 
         Args:
@@ -81,14 +84,14 @@ class ModuleCall:
             x: Inputs of at least one row.
 
         Returns:
-            The module's collections, without what it only sows; whether it adds losses.
+            The module's collections, without what it only sows; its outputs.
         """
         positional, keywords = self.arguments(x)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        variables = self.module.init(rngs, *positional, **keywords, **self.flags(False))
+        outputs, variables = self.module.init_with_output(rngs, *positional, **keywords, **self.flags(False))
         kept = {name: tree for name, tree in variables.items() if name not in (ADDED_LOSSES, "intermediates")}
         kept = {"params": {}, **kept}
-        return {**kept, "params": cast_floats(kept["params"], self.variable_dtype)}, ADDED_LOSSES in variables
+        return {**kept, "params": cast_floats(kept["params"], self.variable_dtype)}, outputs
 
     def apply(
         self, variables: Mapping[str, Any], x: Any, *, key: jax.Array | None, train: bool
@@ -110,14 +113,15 @@ class ModuleCall:
         rngs = {} if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
         kept = variables
         variables = {**variables, "params": cast_floats(variables.get("params", {}), self.compute_dtype)}
-        y_pred, updated = self.module.apply(
-            variables,
-            *positional,
-            **keywords,
-            **self.flags(train),
-            rngs=rngs,
-            mutable=[*(rest if train else ()), ADDED_LOSSES],
-        )
+        with _naming_inputs(self.module, x):
+            y_pred, updated = self.module.apply(
+                variables,
+                *positional,
+                **keywords,
+                **self.flags(train),
+                rngs=rngs,
+                mutable=[*(rest if train else ()), ADDED_LOSSES],
+            )
         updated = dict(updated)
         for name in set(updated) & set(kept) if self.compute_dtype else ():
             # Statistics computed from narrow activations stay in the dtype they are kept in.
@@ -143,6 +147,30 @@ class ModuleCall:
             return self.apply(variables, x, key=jax.random.key(0), train=False)[0]
 
         return jax.eval_shape(run, variables, jax.tree.map(jnp.asarray, x))
+
+
+@contextlib.contextmanager
+def _naming_inputs(module: Any, x: Any) -> Iterator[None]:
+    """Say which inputs a module was given when it refuses them."""
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        found = re.search(r'parameter "(.*?)" in "/(.*?)", .*shape (\(.*?\)), .*shape (\(.*?\))', str(error))
+        if found is None:
+            raise
+        parameter, layer, needed, held = found.groups()
+        raise ValueError(
+            f"Inputs of shape {_shapes(x)} do not fit {type(module).__name__}: {layer or 'it'} holds the parameter "
+            f"{parameter!r} of shape {held}, and these inputs need {needed}. Give inputs of the shape that the model "
+            "was built with."
+        ) from error
+    except (TypeError, ValueError) as error:
+        error.add_note(f"{type(module).__name__} was called on inputs of shape {_shapes(x)}.")
+        raise
+
+
+def _shapes(x: Any) -> str:
+    return str(jax.tree.map(lambda leaf: tuple(jnp.shape(leaf)), x))
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:

@@ -6,6 +6,7 @@ Entry point: `Engine`, which the verbs of `Model` share.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
 from dew.objectives.routing import ROUTING_METRICS
-from dew.placement.partition import shard_batch
+from dew.placement.partition import WholeBatch, shard_batch
 from dew.training.optimizer import as_step_transformation
 from dew.training.trainer import Trainer
 from dew_keras.averages import lent
@@ -24,7 +25,7 @@ from dew_keras.callbacks import RunningLogs
 from dew_keras.calling import ModuleCall
 from dew_keras.compiled import Compiled
 from dew_keras.custom_steps import STEPS, TRAINING_STEPS, CustomSteps, LatestLogs, overridden
-from dew_keras.inputs import Filling
+from dew_keras.inputs import RowSharing
 from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
 from dew_keras.loop import FitRun, Pass
@@ -89,23 +90,10 @@ class Engine(RestoresRuns, PlacedModel):
         return bool(self.overrides & set(TRAINING_STEPS))
 
     @property
-    def filling(self) -> Filling:
-        """How short batches are filled up where nothing is trained; known once the module was traced."""
-        if self.overrides - {"predict_step"}:
-            return "none"
-        # A loss term that a module adds is computed over all rows: equal repeats leave a mean what it is.
-        return "repeats" if self.adds_losses else "copies"
-
-    def training_filling(self, example: Mapping[str, Any]) -> Filling:
-        """Say how short batches of a training pass are filled up.
-
-        Args:
-            example: A batch, for modules whose shapes depend on it.
-        """
-        if self.filling == "none" or self.is_language_model:
-            return self.filling
-        variables = self.abstract_variables(example)
-        return "repeats" if any(name != "params" for name in variables) else self.filling
+    def sharing(self) -> RowSharing:
+        """How batch rows meet the mesh; in a step of the user's own rows may meet in any model."""
+        sharing = super().sharing
+        return dataclasses.replace(sharing, fills=sharing.fills and not self.overrides)
 
     @property
     def bound_objective(self) -> Any:
@@ -146,6 +134,7 @@ class Engine(RestoresRuns, PlacedModel):
             example,
             init=init,
             variables=shapes,
+            outputs=self.output_shapes,
             loss=compiled.loss,
             loss_weights=compiled.loss_weights,
             metrics=compiled.metrics,
@@ -189,6 +178,7 @@ class Engine(RestoresRuns, PlacedModel):
                 key=self.seed,
                 mesh=self.mesh,
                 layout=self.layout,
+                microbatches=self.microbatches,
                 accumulation=compiled.accumulation,
                 step=self._steps.train if self._steps is not None and self._trains_by_own_step else None,
                 carry=self._steps.fresh_metrics() if self._steps is not None and self._trains_by_own_step else None,
@@ -278,18 +268,39 @@ class Engine(RestoresRuns, PlacedModel):
             )
             try:
                 self._run, self.state = run, None
-                with self.lent():
+                with self.running("fit"):
                     yield run
                 loop.drain()
             finally:
                 self.state, self._run = loop.state, None
-                # An interrupt can fall between the start of a step and its count.
-                self._model.count_batches(loop.batches)
-                compiled.optimizer.show(loop.batches, compiled.accumulation, self.state)
+                self.show_iterations()
 
-    def lent(self) -> contextlib.AbstractContextManager[None]:
-        """Let callbacks find on the Keras optimizer what they ask it for, until the verb ends."""
-        return lent(None if self.compiled is None else self.compiled.optimizer, self)
+    def show_iterations(self) -> None:
+        """Show on the user's optimizer how many updates were made."""
+        if self.compiled is None:
+            return
+        saved = self.waiting.run
+        if saved is None:
+            self.compiled.optimizer.show(self.current)
+        else:
+            counters = saved.counters
+            self.compiled.optimizer.show(
+                None, updates=int(counters["updates"]), open_batches=int(counters["microstep"])
+            )
+
+    @contextlib.contextmanager
+    def running(self, verb: str) -> Iterator[None]:
+        """Let callbacks find on the Keras optimizer what they ask it for, and refuse a `compile` until the verb ends.
+
+        Args:
+            verb: The verb that runs, for the error.
+        """
+        self._verbs.append(verb)
+        try:
+            with lent(None if self.compiled is None else self.compiled.optimizer, self):
+                yield
+        finally:
+            self._verbs.pop()
 
     def _take_average(self) -> None:
         assert self._run is not None, "called while a fit runs"
@@ -319,7 +330,7 @@ class Engine(RestoresRuns, PlacedModel):
         """Start computing the outputs of a host batch.
 
         Args:
-            batch: Holds `x`.
+            batch: Holds `x`; a `WholeBatch` is not split.
 
         Raises:
             ValueError: If a language model is given ids outside its vocabulary, or rows longer than its context.
@@ -327,6 +338,9 @@ class Engine(RestoresRuns, PlacedModel):
         if self.is_language_model:
             ids = batch["x"]["tokens"] if isinstance(batch["x"], Mapping) else batch["x"]
             check_token_ids(self.module, ids, positions=np.shape(ids)[-1])
-        placed = shard_batch(self.mesh, {"x": batch["x"]})
+        x = {"x": batch["x"]}
+        placed = shard_batch(
+            self.mesh, WholeBatch(x) if isinstance(batch, WholeBatch) else x, microbatches=self.microbatches
+        )
         with self.context(), jax.disable_jit(self._is_eager):
             return self.predictor(self.variables, placed["x"])

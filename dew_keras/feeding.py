@@ -7,6 +7,7 @@ of these; everything else is x, y and weights.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,13 @@ import keras
 
 from dew.data.text import Tokenizer
 from dew.objectives.language import check_token_ids
+from dew.placement.processes import is_primary
 from dew_keras.arrays import is_array_tree, keras_arrays, split_rows
 from dew_keras.compiled import Compiled
 from dew_keras.engine import Engine
 from dew_keras.inputs import DEFAULT_BATCH_SIZE, ArraySource, Source
+from dew_keras.losses import missing_targets
+from dew_keras.names import display_name
 from dew_keras.streams import keras_source
 from dew_keras.text import LanguageRows, as_keras_batch, is_language_input, is_token_rows, language_stream, make_rows
 
@@ -84,8 +88,9 @@ class Feeder:
         if self._streams_language(x, y):
             if split:
                 raise ValueError(f"validation_split goes with rows, not with a {type(x).__name__}.")
-            return language_stream(x, self._stream_batch, sharing=self.engine.sharing), None, []
+            return language_stream(x, self._stream_batch, sharing=self.engine.sharing, seed=seed), None, []
         cut = None
+        self._need_targets(x, y)
         if split:
             if not is_array_tree(x):
                 raise ValueError(f"validation_split goes with arrays, not with a {type(x).__name__}.")
@@ -100,19 +105,19 @@ class Feeder:
             seed=seed,
             class_weight=class_weight,
         )
+        self._note_cost(source)
         return source, None if cut is None else _Rows(cut), []
 
-    def held_out(
-        self, data: Any, batch_size: int | None, *, inherited: int | None = None, like: Any = None, what: str
+    def validation(
+        self, data: Any, batch_size: int | None, *, inherited: int | None, like: Any
     ) -> tuple[Source, list[str]]:
-        """Make the source of a validation or an evaluation.
+        """Make the source of a validation.
 
         Args:
-            data: (x, y), (x, y, sample_weight), or what x of `fit` may be.
+            data: (x, y), (x, y, sample_weight), what x of `fit` may be, or rows that `training` cut off.
             batch_size: Rows of a batch; None is `inherited`.
             inherited: Rows of a training batch, which arrays take; None is 32.
             like: Source of the training rows, whose length texts take.
-            what: What the data is, for the lines.
 
         Returns:
             The source, and lines that describe the rows.
@@ -120,28 +125,48 @@ class Feeder:
         Raises:
             ValueError: If the data has another form.
         """
-        rows_or_inherited = inherited if batch_size is None else batch_size
+        rows = inherited if batch_size is None else batch_size
         if isinstance(data, _Rows):
-            return self._source(data.arrays, rows_or_inherited, None), []
-        if what == "validation" and isinstance(data, list) and all(hasattr(part, "shape") for part in data):
+            return self._source(data.arrays, rows, None), []
+        if isinstance(data, list) and all(hasattr(part, "shape") for part in data):
             data = tuple(data)  # Keras unpacks a list too
-        if isinstance(data, tuple) and len(data) == 1 and not isinstance(data[0], tuple):
-            data = data[0]
         is_tuple = isinstance(data, tuple) and bool(data) and not isinstance(data[0], str)
-        if not is_tuple and self._takes_language(data, None):
-            rows = self._rows(data, _row_length(like))
-            return self._source(self._arrays(rows.arrays), rows_or_inherited, None), [f"{what}: {rows.report}"]
-        if not is_tuple and self._streams_language(data, None):
-            return language_stream(data, self._stream_batch, sharing=self.engine.sharing), []
         if is_tuple and not 1 <= len(data) <= 3:
             raise ValueError(
                 "Held-out data must be (x, y), (x, y, sample_weight), or what x may be. "
                 f"Received: a tuple of {len(data)}"
             )
         x, y, weight = (*data, None, None)[:3] if is_tuple else (data, None, None)
+        takes_rows = is_array_tree(x) or self._takes_language(x, y)
+        return self.held_out(x, y, weight, batch_size=rows if takes_rows else batch_size, like=like, what="validation")
+
+    def held_out(
+        self, x: Any, y: Any, sample_weight: Any, *, batch_size: int | None, like: Any = None, what: str
+    ) -> tuple[Source, list[str]]:
+        """Make the source of an evaluation or a validation.
+
+        Args:
+            x: As `fit`.
+            y: As `fit`.
+            sample_weight: As `fit`.
+            batch_size: Rows of a batch; None is 32.
+            like: Source of the training rows, whose length texts take.
+            what: What the data is, for the lines.
+
+        Returns:
+            The source, and lines that describe the rows.
+
+        Raises:
+            ValueError: If the forms do not go together.
+        """
         self._refuse_targets(y)
-        rows_of_batch = rows_or_inherited if is_array_tree(x) else batch_size
-        return keras_source(x, y, weight, batch_size=rows_of_batch, sharing=self.engine.sharing), []
+        if sample_weight is None and self._takes_language(x, y):
+            rows = self._rows(x, _row_length(like))
+            return self._source(self._arrays(rows.arrays), batch_size, None), [f"{what}: {rows.report}"]
+        if sample_weight is None and self._streams_language(x, y):
+            return language_stream(x, self._stream_batch, sharing=self.engine.sharing), []
+        self._need_targets(x, y)
+        return keras_source(x, y, sample_weight, batch_size=batch_size, sharing=self.engine.sharing), []
 
     def _source(self, arrays: Mapping[str, Any], batch_size: int | None, seed: int | None) -> ArraySource:
         rows = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
@@ -158,6 +183,26 @@ class Feeder:
                 "A language model with loss='auto' is scored on its own next tokens: leave y out, mark what counts in "
                 f"a loss_mask, or give compile() a Keras loss. Received: y of type {type(y).__name__}"
             )
+
+    def _note_cost(self, source: Source) -> None:
+        """Say where every device computes every batch whole, which is exact and no faster than one device."""
+        sharing, rows = self.engine.sharing, getattr(source, "batch_size", 1)
+        unit = sharing.round_up(1)
+        is_split = sharing.fills or not isinstance(source, ArraySource) or rows > source.rows or rows % unit == 0
+        if is_split or not is_primary():
+            return
+        works = " or ".join(str(size) for size in (rows // unit * unit, sharing.round_up(rows)) if size)
+        # On stderr: what fit prints is Keras' own text.
+        logging.getLogger("dew_keras").warning(
+            "Batches of %d rows do not divide over the %d row shards of the mesh, so every device computes them whole. "
+            "batch_size=%s splits them.",
+            *(rows, unit, works),
+        )
+
+    def _need_targets(self, x: Any, y: Any) -> None:
+        loss, own = self.compiled.loss, {"compute_loss", "train_step", "test_step"}
+        if y is None and loss is not None and is_array_tree(x) and not own & self.engine.overrides:
+            raise missing_targets(str(loss) if isinstance(loss, list | tuple | dict) else display_name(loss))
 
     def _takes_language(self, x: Any, y: Any) -> bool:
         if not self.engine.is_language_model or y is not None:

@@ -1,7 +1,7 @@
 """Data as Keras takes it, cut into host batches that a mesh can hold.
 
-Entry point: `ArraySource` for arrays by name. A source opens a fresh pass per epoch; rows that only fill a batch up
-carry no weight.
+Entry point: `ArraySource` for arrays by name. A source opens a fresh pass per epoch; a batch that does not divide is
+filled up with rows that carry no weight, or computed whole on every device; see `RowSharing`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from dew.data.global_batch import shuffled_order
-from dew.placement.partition import DataPartition
+from dew.placement.partition import DataPartition, WholeBatch
 from dew_keras.arrays import count_rows
 
 DEFAULT_BATCH_SIZE = 32
 # More rows than any array has: one batch of all of them.
 WHOLE_BATCH = 2**40
-# How a short batch is filled up: with copies of one row that carry no weight; by repeating all rows equally often, for
-# modules that keep batch statistics; or not at all, for code of the user's that could not leave filling out.
-Filling = Literal["copies", "repeats", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Batch:
     """One host batch.
 
     Attributes:
-        data: This process's rows, as the objective's `prepare` reads them.
+        data: This process's rows, as the objective's `prepare` reads them; all rows in a `WholeBatch`.
         rows: Rows over all processes that are no filling.
     """
 
@@ -44,33 +41,33 @@ class RowSharing:
     """How batch rows meet the mesh.
 
     Attributes:
-        divisor: Row shards of the mesh; a global batch is a multiple of it.
+        divisor: Row shards of the mesh; a batch whose rows are split is a multiple of it.
         partition: This process's share of a global batch.
+        fills: Whether a batch that does not divide is filled up, because rows of this model never meet. Where they may
+            (in batch statistics, or in code that this library does not know) every device computes it whole.
     """
 
     divisor: int = 1
     partition: DataPartition = dataclasses.field(default_factory=DataPartition)
+    fills: bool = True
 
     def round_up(self, rows: int) -> int:
         """Return the smallest batch of at least `rows` rows that the mesh can hold."""
         unit = math.lcm(self.divisor, self.partition.count)
         return -(-rows // unit) * unit
 
-    def check_unfilled(self, rows: int) -> None:
-        """Refuse a batch that the mesh cannot hold without filling rows.
+    def batch(self, data: dict[str, Any], rows: int, size: int, *, always_mask: bool) -> Batch:
+        """Make a batch that the mesh can hold.
 
         Args:
-            rows: Rows of the batch.
-
-        Raises:
-            ValueError: If they do not divide.
+            data: Arrays with `rows` rows first.
+            rows: Rows there are.
+            size: Rows to fill up to, where batches are filled.
+            always_mask: As `fill_rows`.
         """
-        if rows % (unit := self.round_up(1)):
-            raise ValueError(
-                f"A batch of {rows} rows does not divide over the {unit} row shards of the mesh, and a step or loss of "
-                f"your own cannot tell filling rows from yours. Use batches, the last one too, of a multiple of {unit} "
-                "rows, or a mesh with fewer row shards."
-            )
+        if self.fills:
+            return Batch(self.share(fill_rows(data, rows, size, always_mask=always_mask)), rows)
+        return Batch(self.share(data) if rows == self.round_up(rows) else WholeBatch(data), rows)
 
     def share(self, data: Any) -> Any:
         """Cut this process's rows out of a global batch: one run of rows, so that order is kept."""
@@ -99,10 +96,7 @@ class Source(Protocol):
 
     Attributes:
         order: What decides which rows each batch holds, as far as this program knows.
-        filling: How short batches are filled up.
     """
-
-    filling: Filling
 
     @property
     def order(self) -> Mapping[str, int | None]: ...
@@ -170,24 +164,6 @@ def fill_rows(data: dict[str, Any], rows: int, size: int, *, always_mask: bool) 
     return data
 
 
-def repeat_rows(data: dict[str, Any], rows: int, sharing: RowSharing) -> dict[str, Any]:
-    """Fill a batch up by repeating all of its rows equally often, so that its batch statistics stay what they are.
-
-    Args:
-        data: Arrays with `rows` rows first.
-        rows: Rows there are.
-        sharing: How rows meet the mesh.
-
-    Returns:
-        The batch, with `rows` set to 0 on the repeats.
-    """
-    unit = sharing.round_up(1)
-    times = unit // math.gcd(rows, unit)
-    index = np.tile(np.arange(rows), times)
-    data = jax.tree.map(lambda leaf: leaf[index], data)
-    return {**data, "rows": (np.arange(len(index)) < rows).astype(np.float32)}
-
-
 class ArraySource:
     """Arrays in memory, by name, rows first.
 
@@ -209,7 +185,6 @@ class ArraySource:
         self.rows = count_rows(self.arrays)
         self.batch_size = int(batch_size)
         self._sharing, self._seed = sharing, seed
-        self.filling: Filling = "copies"
         self._size = sharing.round_up(min(self.batch_size, self.rows))
         full = self.rows % self.batch_size == 0 or self.rows < self.batch_size
         self._mask = not full or min(self.batch_size, self.rows) != self._size
@@ -218,11 +193,6 @@ class ArraySource:
     def steps(self) -> int:
         """Batches of a pass, the last one possibly smaller."""
         return -(-self.rows // self.batch_size)
-
-    @property
-    def padded_batch_size(self) -> int:
-        """Rows of a batch on the mesh, filling included."""
-        return self._size
 
     def example(self) -> dict[str, Any]:
         """Return the first row."""
@@ -260,10 +230,4 @@ class ArraySource:
             stop = min(first + self.batch_size, self.rows)
             index: Any = slice(first, stop) if order is None else order[first:stop]
             data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
-            if self.filling == "none":
-                self._sharing.check_unfilled(stop - first)
-            elif self._mask and self.filling == "repeats":
-                data = repeat_rows(data, stop - first, self._sharing)
-            else:
-                data = fill_rows(data, stop - first, self._size, always_mask=self._mask)
-            yield Batch(self._sharing.share(data), stop - first)
+            yield self._sharing.batch(data, stop - first, self._size, always_mask=self._mask)

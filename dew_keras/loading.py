@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import keras
 
 from dew.data.text import Tokenizer
+from dew.placement.mesh import as_mesh
 from dew.pretrained import PretrainedConfig
 from dew.pretrained.families import FAMILIES
 from dew.tree import nested
@@ -24,6 +26,17 @@ from dew_keras.module_config import custom_object, module_from_config
 from dew_keras.presets import Preset
 from dew_keras.saving import read_weights
 from dew_keras.weights_file import ArrayFile, DamagedFileError
+
+# What config.json holds beside the format.
+DESCRIPTION: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "name": (str,),
+    "seed": (int,),
+    "module": (dict,),
+    "end_of_turn": (str, type(None)),
+    "pretrained": (dict, type(None)),
+    "compile": (dict, type(None)),
+}
 
 
 def load_model(
@@ -45,7 +58,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file needs something that was not given, or is damaged, or is another library's.
+        ValueError: If the file needs something that was not given, or is another library's.
+        DamagedFileError: If a part of it cannot be read as it was written.
     """
     path = Path(filepath)
     if path.is_dir():
@@ -57,18 +71,51 @@ def load_model(
         )
     with Archive(path) as archive:
         config = archive.config()
+        _check_description(config, str(path))
         model = _built(config, archive.tokenizer(), custom_objects, str(path), safe_mode=safe_mode)
-        if compile and config.get("compile") is not None:
+        if compile and config["compile"] is not None:
             with _scope(custom_objects):
-                model.compile_from_config(config["compile"])
+                _compile(model, config["compile"], str(path))
         with archive.weights() as entry, ArrayFile(entry, str(path)) as file:
             loaded = read_weights(file, None, skip_mismatch=False)
-    model._engine.given_variables = model._engine.view.stack(nested(loaded.variables))
+    model._engine.given_variables = {"params": {}, **model._engine.view.stack(nested(loaded.variables))}
     model._engine.load(None)
     model._engine.restore(loaded.run)
-    if loaded.run is not None:
-        model.count_batches(loaded.run.batches)
     return model
+
+
+def _compile(model: Model, config: Any, title: str) -> None:
+    """Compile a model as the file says; on all devices on data where these are too few or too many for its mesh."""
+    if config.get("mesh") is not None and (problem := _mesh_problem(config["mesh"])):
+        warnings.warn(
+            f"{title} was compiled with mesh={config['mesh']}, which is not possible here: {problem} The model is "
+            "compiled on all devices on data; compile it again to place it otherwise, with the same optimizer to go on "
+            "with its run.",
+            stacklevel=3,
+        )
+        config = {**config, "mesh": None}
+    try:
+        model.compile_from_config(config)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{title} cannot be compiled as it was ({type(error).__name__}: {error}). Pass classes and functions of "
+            "your own in custom_objects, or load with compile=False and call compile()."
+        ) from error
+
+
+def _mesh_problem(mesh: Any) -> str:
+    try:
+        as_mesh(mesh)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _check_description(config: Mapping[str, Any], title: str) -> None:
+    for name, kinds in DESCRIPTION.items():
+        if name not in config or not isinstance(config[name], kinds) or isinstance(config[name], bool):
+            value = repr(config.get(name, "nothing"))[:100]
+            raise DamagedFileError(f"{title} is damaged: its description says {name}={value}. Save the model again.")
 
 
 def _scope(custom_objects: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[Any]:
@@ -86,13 +133,15 @@ def _built(
 ) -> Model:
     try:
         module = module_from_config(config["module"], custom_objects, safe_mode=safe_mode)
-        name, seed = str(config["name"]), int(config["seed"])
+        name, seed = config["name"], config["seed"]
         if tokenizer is not None and config["end_of_turn"] is not None:
             tokenizer = dataclasses.replace(tokenizer, end_of_turn=str(config["end_of_turn"]))
         preset = _preset(config["pretrained"], module, tokenizer, title)
         kind = _model_class(str(config["model"]), custom_objects, safe_mode=safe_mode)
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{title} describes a model that cannot be built: {error!r}.") from error
+    except ValueError as error:
+        raise ValueError(f"{title} describes a model that cannot be built: {error}") from error
     return kind(module, tokenizer, seed=seed, name=name, _preset=preset)
 
 

@@ -119,7 +119,6 @@ def run_fit(
         validation: When and on what to validate.
     """
     model.stop_training = False
-    model.count_batches(int(run.loop.state.step))
     hooks.begin("train")
     logs: dict[str, float] = {}
     warned = False
@@ -143,10 +142,13 @@ def run_fit(
             )
             logs.update({f"val_{name}": value for name, value in found.items()})
         run.progress.finish_epoch()
-        hooks.epoch_end(epoch, logs)
+        logs = dict(sorted(logs.items()))
+        # What callbacks add, as "learning_rate", goes into this epoch's record, and not to on_train_end.
+        hooks.epoch_end(epoch, dict(logs))
         if model.stop_training:
             break
-    run.finish()
+    if epochs:
+        run.finish()
     hooks.end("train", logs)
 
 
@@ -155,7 +157,7 @@ def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: i
     logs = run.progress.begin_epoch(training.logs)
     for first, batches in _executions(source.open(epoch, start), run.per_execution, start):
         hooks.batch_begin("train", first)
-        _step(run, model, batches, logs)
+        _step(run, batches, logs)
         run.progress.batch = first + len(batches)
         hooks.batch_end("train", first + run.per_execution - 1, logs)
         if model.stop_training:
@@ -175,28 +177,27 @@ def _executions(batches: Iterable[Batch], size: int, start: int = 0) -> Iterator
         yield first, group
 
 
-def run_one_step(run: FitRun, model: Any, batch: Batch) -> dict[str, float]:
+def run_one_step(run: FitRun, batch: Batch) -> dict[str, float]:
     """Train on one batch, without hooks.
 
     Args:
         run: What the fit works with.
-        model: Counts the updates.
         batch: The batch.
 
     Returns:
         The logs of this batch alone.
     """
     training = run.training()
-    _step(run, model, [batch], training.logs)
+    _step(run, [batch], training.logs)
     logs = training.logs.values()
     training.finish()
     return logs
 
 
-def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
-    """Start training steps with the learning rate that was assigned last."""
+def _step(run: FitRun, batches: list[Batch], logs: Logs) -> None:
+    """Start training steps with the learning rate and count of updates that were assigned last."""
     state = run.loop.state
-    fresh = run.optimizer.with_rates(state)
+    fresh = run.optimizer.with_assigned(state)
     if fresh is not state:
         run.loop.state = fresh
     # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
@@ -205,13 +206,12 @@ def _step(run: FitRun, model: Any, batches: list[Batch], logs: Logs) -> None:
         with run.gate.hold():
             result = run.loop.step(*(batch.data for batch in group))
         logs.add(result.statistics, steps=len(group))
-        model.count_batches(result.step)
 
 
 def _are_alike(batches: list[Batch]) -> bool:
     def form(batch: Batch) -> Any:
-        leaves, structure = jax.tree.flatten(batch.data)
-        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        leaves, structure = jax.tree.flatten(dict(batch.data))
+        return type(batch.data), structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     return len(batches) == 1 or all(form(batch) == form(batches[0]) for batch in batches[1:])
 

@@ -170,7 +170,12 @@ class LossSet:
                 raise missing_targets(term.loss.name)
             if rows is not None:
                 term.refuse_padding()
-            value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
+            try:
+                value = batch_loss(term.loss, targets[index], predictions[index], weights[index], rows)
+            except (TypeError, ValueError) as error:
+                y, y_pred = jnp.shape(targets[index]), jnp.shape(predictions[index])
+                error.add_note(f"The loss {term.loss.name!r} compared targets of shape {y} with outputs {y_pred}.")
+                raise
             parts[term.key] = value
             total = total + (value if term.weight is None else value * term.weight)
         return total, {key: parts[key] for key in self.keys}
@@ -190,7 +195,9 @@ def missing_targets(name: str) -> ValueError:
     Args:
         name: Of the loss.
     """
-    return ValueError(f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y).")
+    return ValueError(
+        f"The loss {name!r} needs targets, and y is missing. Pass fit(x, y); a tuple alone is a tuple of inputs."
+    )
 
 
 def _function(loss: keras.losses.Loss) -> Callable[..., Any]:
@@ -362,6 +369,7 @@ def bind_objective(
     *,
     init: Callable[[jax.Array], Any],
     variables: Any,
+    outputs: Any = None,
     loss: Any,
     loss_weights: Any,
     metrics: Any,
@@ -376,6 +384,7 @@ def bind_objective(
         example: A host batch as `fit` makes it.
         init: Makes fresh variables from a random key.
         variables: Shapes of the module's variables.
+        outputs: Shapes of the module's outputs for one row; None traces the module for them.
         loss: As `compile` takes it, or None.
         loss_weights: As `compile` takes it.
         metrics: As `compile` takes it.
@@ -390,21 +399,23 @@ def bind_objective(
         ValueError: If the module refuses the input, or losses and metrics do not fit its outputs.
     """
     example = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], dict(example))
-    paths, predictions = flatten_outputs(call.output_shapes(plain(variables), example["x"]))
+    if outputs is None:
+        outputs = call.output_shapes(plain(variables), example["x"])
+    paths, predictions = flatten_outputs(outputs)
     targets = align_targets(example.get("y"), paths, "y")
-    outputs = [
+    bound = [
         Output(path, name, tuple(prediction.shape), target)
         for path, name, prediction, target in zip(paths, output_names(paths), predictions, targets, strict=True)
     ]
     if example.get("y") is None:
         metrics = weighted_metrics = None
     has_own_loss = compute_loss is not None and example.get("y") is None
-    losses = None if loss is None or has_own_loss else LossSet(loss, loss_weights, outputs)
+    losses = None if loss is None or has_own_loss else LossSet(loss, loss_weights, bound)
     return KerasObjective(
         call=call,
         init=init,
         losses=losses,
-        metrics=MetricSet(metrics, weighted_metrics, outputs),
+        metrics=MetricSet(metrics, weighted_metrics, bound),
         loss_tracker=loss_tracker,
         paths=tuple(paths),
         compute_loss=compute_loss,

@@ -13,7 +13,7 @@ from typing import Any
 from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.placement.processes import is_primary
-from dew_keras.arguments import check_fit, check_hooks
+from dew_keras.arguments import check_fit, check_hooks, limited_epochs, limited_steps
 from dew_keras.arrays import host_tree
 from dew_keras.callbacks import Hooks, LossTracker
 from dew_keras.compile_config import compile_arguments, compile_config
@@ -63,12 +63,17 @@ class Model(StepMethods, WeightVerbs):
         self.history: Any = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._initial_epoch: int | None = None
-        self._batches = 0
         self._generate_calls = 0
 
     @classmethod
     def from_preset(
-        cls, preset: Any, load_weights: bool = True, *, revision: str | None = None, seed: int = 0
+        cls,
+        preset: Any,
+        load_weights: bool = True,
+        *,
+        revision: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        seed: int = 0,
     ) -> Model:
         """Describe a checkpoint as a model; its weights are read when a mesh is known.
 
@@ -76,13 +81,14 @@ class Model(StepMethods, WeightVerbs):
             preset: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[@revision]`.
             load_weights: Whether to take the weights; otherwise the model starts from random ones.
             revision: Branch, tag or commit of a repository.
+            tokenizer: Taken in place of the checkpoint's own.
             seed: As `Model`.
 
         Raises:
             FileNotFoundError: If there is no such source.
             ValueError: If its config is not understood.
         """
-        read = read_preset(preset, load_weights=load_weights, revision=revision)
+        read = read_preset(preset, load_weights=load_weights, revision=revision, tokenizer=tokenizer)
         name = str(read.described.config.get("model_type", "")) or None
         return cls(read.described.module, read.described.tokenizer, seed=seed, name=name, _preset=read)
 
@@ -126,7 +132,7 @@ class Model(StepMethods, WeightVerbs):
         compiled = self._engine.compiled
         if compiled is None:
             return None
-        compiled.optimizer.show(self._batches, compiled.accumulation, self._engine.current)
+        self._engine.show_iterations()
         return compiled.optimizer.public
 
     @property
@@ -165,14 +171,6 @@ class Model(StepMethods, WeightVerbs):
             return ["loss", *compiled.language_metrics]
         return getattr(self._engine.bound_objective, "keys", ["loss"])
 
-    def count_batches(self, batches: int) -> None:
-        """Note how many batches have been trained on, for `optimizer.iterations`.
-
-        Args:
-            batches: The number.
-        """
-        self._batches = batches
-
     # Verbs ---------------------------------------------------------------------------------------
 
     def compile(
@@ -190,6 +188,7 @@ class Model(StepMethods, WeightVerbs):
         mesh: Any = None,
         layout: Layout | None = None,
         remat: Any = None,
+        schedule: str | None = None,
         accumulation: int = 1,
         sampler: Any = "auto",
         dtype: Any = "auto",
@@ -217,6 +216,7 @@ class Model(StepMethods, WeightVerbs):
             mesh: A dict such as `{"fsdp": 4, "tensor": 2}`, a `MeshSpec`, a mesh, or None for all devices on data.
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
+            schedule: Order of the microbatches where the mesh has stages: "gpipe" or "1f1b"; None keeps the module's.
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
@@ -236,9 +236,7 @@ class Model(StepMethods, WeightVerbs):
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
         compiled.check_length(getattr(self.module, "max_length", None))
-        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, precision=precision)
-        if engine.state is None:
-            self._batches = 0
+        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, schedule=schedule, precision=precision)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """Describe what `compile` was given as JSON data; None before `compile`.
@@ -289,7 +287,7 @@ class Model(StepMethods, WeightVerbs):
             callbacks: Keras callbacks.
             validation_split: Part of the rows, cut off the end, to validate on.
             validation_data: Data to validate on: (x, y), (x, y, sample_weight), or what x may be.
-            shuffle: Whether arrays are shuffled every epoch, by (seed, epoch).
+            shuffle: Whether arrays, and the batches of a PyDataset, are shuffled every epoch, by (seed, epoch).
             class_weight: Weight by class.
             sample_weight: Weights, with arrays.
             initial_epoch: Epoch to begin with.
@@ -309,7 +307,9 @@ class Model(StepMethods, WeightVerbs):
             initial_epoch=initial_epoch,
             validation_split=validation_split,
             validation_freq=validation_freq,
+            shuffle=shuffle,
         )
+        epochs = limited_epochs(epochs)
         check_hooks(verbose, callbacks)
         check_count("steps_per_epoch", steps_per_epoch)
         check_count("validation_steps", validation_steps)
@@ -323,14 +323,11 @@ class Model(StepMethods, WeightVerbs):
             held_out = validation_data
         validation = None
         if held_out is not None:
-            held_out, more = feeder.held_out(
-                held_out, validation_batch_size, inherited=batch_size, like=source, what="validation"
-            )
+            held_out, more = feeder.validation(held_out, validation_batch_size, inherited=batch_size, like=source)
             notes += more
+            validation_steps = limited_steps(validation_steps, held_out.steps)
             validation = Validation(source=held_out, steps=validation_steps, frequency=validation_freq)
-        source.filling = self._engine.training_filling(source.example())
-        if validation is not None:
-            validation.source.filling = self._engine.filling
+        steps_per_epoch = limited_steps(steps_per_epoch, source.steps)
         if steps_per_epoch is not None:
             source = SlicedSource(source, steps_per_epoch)
         if verbose and is_primary():
@@ -385,14 +382,13 @@ class Model(StepMethods, WeightVerbs):
         check_hooks(verbose, callbacks)
         compiled = self._check_compiled("evaluate")
         feeder = Feeder(self._engine, self.tokenizer, compiled)
-        data = x if y is None and sample_weight is None else (x, y, sample_weight)
-        source, _ = feeder.held_out(data, batch_size, what="evaluation")
+        source, _ = feeder.held_out(x, y, sample_weight, batch_size=batch_size, what="evaluation")
+        steps = limited_steps(steps, source.steps)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         engine, example = self._engine, source.example()
         engine.trainer(example)
         engine.load(example)
-        source.filling = engine.filling
-        with engine.lent():
+        with engine.running("evaluate"):
             logs = run_evaluate(
                 engine.scoring(),
                 lambda: engine.variables,
@@ -426,10 +422,8 @@ class Model(StepMethods, WeightVerbs):
         source, _, _ = feeder.training(
             x, y, sample_weight, class_weight, batch_size=WHOLE_BATCH, shuffle=False, split=0.0
         )
-        example = source.example()
-        source.filling = self._engine.training_filling(example)
-        with self._engine.fitting(example) as run:
-            logs = run_one_step(run, self, next(source.open(0)))
+        with self._engine.fitting(source.example()) as run:
+            logs = run_one_step(run, next(source.open(0)))
         return self._returned(logs, return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
@@ -483,13 +477,12 @@ class Model(StepMethods, WeightVerbs):
         check_count("steps", steps)
         check_hooks(verbose, callbacks)
         source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
-        if "predict_step" in self._engine.overrides:
-            source.filling = "none"
+        steps = limited_steps(steps, source.steps)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())
         compiled = self._engine.compiled
         per_execution = 1 if compiled is None else compiled.per_execution
-        with self._engine.lent():
+        with self._engine.running("predict"):
             return run_predict(self._engine.predict, self, source, hooks, steps=steps, per_execution=per_execution)
 
     def generate(

@@ -35,6 +35,7 @@ def snake_case(name: str) -> str:
     Args:
         name: A class name.
     """
+    name = re.sub(r"\W+", "", name)
     name = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
 
@@ -49,8 +50,9 @@ def display_name(thing: Any) -> str:
         return thing
     if isinstance(thing, type):
         return snake_case(thing.__name__)
-    name = getattr(thing, "name", None) or getattr(thing, "__name__", None)
-    return str(name) if name else snake_case(type(thing).__name__)
+    if getattr(thing, "name", None):
+        return str(thing.name)
+    return snake_case(getattr(thing, "__name__", None) or type(thing).__name__)
 
 
 class UniqueNames:

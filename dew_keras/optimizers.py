@@ -7,6 +7,8 @@ user reads and assigns: its learning rate is copied into the training state when
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,8 @@ OPTIMIZER_NAMES = (
     *("schedulefreeadamw", "sgd"),
 )
 Schedule = keras.optimizers.schedules.LearningRateSchedule
+# The array that was last shown as the iterations of a Keras object. An assignment puts another one in its place.
+_shown: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class OptaxHandle:
@@ -90,11 +94,6 @@ class CompiledOptimizer:
         """Whether a moving average of the weights is kept, which they become when a fit ends."""
         return any(part.use_ema for part in self.parts)
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether a loss scale is found by trying, so that some updates are rejected."""
-        return isinstance(self.public, keras.optimizers.LossScaleOptimizer)
-
     def changed_rates(self) -> dict[int, float]:
         """Return the learning rates that were assigned since the last call, by the number of the part.
 
@@ -132,12 +131,15 @@ class CompiledOptimizer:
                 part.learning_rate = rate
         self.changed_rates()
 
-    def with_rates(self, state: TrainState) -> TrainState:
-        """Bring learning rates that were assigned into a training state.
+    def with_assigned(self, state: TrainState) -> TrainState:
+        """Bring learning rates and counts of updates that were assigned to the optimizer into a training state.
 
         Args:
             state: The state.
         """
+        return self._with_counts(self._with_rates(state))
+
+    def _with_rates(self, state: TrainState) -> TrainState:
         changed = self.changed_rates()
         if not changed:
             return state
@@ -163,27 +165,71 @@ class CompiledOptimizer:
                 means.update(named_leaves(part.slots["average"]))
         return state.replace(variables={**state.variables, "params": _replaced(state.params, means)})
 
-    def show(self, batches: int, accumulation: int, state: TrainState | None) -> None:
-        """Show how far training is as the optimizer's `iterations`.
+    def show(self, state: TrainState | None, *, updates: Any = 0, open_batches: Any = 0) -> None:
+        """Show how far training is as the optimizer's `iterations`, without waiting for the device.
+
+        What the user assigned since is left: the next step begins with it.
 
         Args:
-            batches: Batches consumed.
-            accumulation: Batches per update.
             state: The training state, or None before there is one.
+            updates: Updates applied, where there is no state.
+            open_batches: Batches since, where there is no state.
         """
-        updates = batches // accumulation
-        if self.scales_loss and state is not None:
-            # A rejected update does not count, which only the device knows.
-            updates = int(state.updates)
-            batches = updates * accumulation + int(state.microstep)
+        counts: list[Any] = [updates] * len(self.parts)
+        if state is not None:
+            if state.updates.is_deleted() or not jax.sharding.get_abstract_mesh().empty:
+                return  # a step that failed consumed it, or a step of the user's own asks while it is traced
+            updates, open_batches = state.updates, state.microstep
+            counts = [part.count for part in keras_states(state.opt_state)]
         if isinstance(self.public, OptaxHandle):
-            self.public.iterations = updates
+            self.public.iterations = int(updates)
             return
-        # Where Keras accumulates gradients it counts batches, and divides where it is asked.
-        for optimizer in {id(o): o for o in (self.public, *self.parts)}.values():
-            count = batches if optimizer.gradient_accumulation_steps else updates
-            if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and int(optimizer._iterations) != count:
-                optimizer._iterations.assign(count)
+        shown = {id(self.public): updates} | {id(o): count for o, count in zip(self.parts, counts, strict=True)}
+        for optimizer in self._counting:
+            if not _is_count_assigned(optimizer):
+                # Where Keras accumulates gradients it counts batches, and divides where it is asked.
+                window, count = optimizer.gradient_accumulation_steps, _own(shown[id(optimizer)])
+                optimizer._iterations.assign(count if not window else count * window + _own(open_batches))
+                _shown[optimizer] = optimizer._iterations.value
+
+    @functools.cached_property
+    def _counting(self) -> list[Any]:
+        """The Keras objects that count updates."""
+        objects = {id(o): o for o in (self.public, *self.parts)}.values()
+        return [o for o in objects if not isinstance(o, keras.optimizers.LossScaleOptimizer | OptaxHandle)]
+
+    def _with_counts(self, state: TrainState) -> TrainState:
+        assigned = {
+            id(o): int(o._iterations.value) // (o.gradient_accumulation_steps or 1)
+            for o in self._counting
+            if _is_count_assigned(o)
+        }
+        if not assigned:
+            return state
+        for optimizer in self._counting:
+            _shown[optimizer] = optimizer._iterations.value
+        states = keras_states(state.opt_state)
+        for number, part in enumerate(self.parts):
+            if id(part) in assigned:
+                count = jnp.full_like(states[number].count, assigned[id(part)])
+                states[number] = states[number]._replace(count=count)
+        updates = assigned.get(id(self.public), next(iter(assigned.values())) if len(self.parts) == 1 else None)
+        if updates is not None:
+            state = state.replace(updates=jnp.full_like(state.updates, updates))
+        return state.replace(opt_state=with_keras_states(state.opt_state, states))
+
+
+def _is_count_assigned(optimizer: Any) -> bool:
+    """Say whether somebody assigned `iterations` since they were shown; comparing identities reads no device."""
+    value = optimizer._iterations.value
+    if optimizer not in _shown:
+        _shown[optimizer] = None if int(value) else value
+    return _shown[optimizer] is not value
+
+
+def _own(count: Any) -> Any:
+    # On one device and copied: the next step consumes the state.
+    return jnp.copy(count.addressable_data(0)) if isinstance(count, jax.Array) else count
 
 
 def keras_states(opt_state: Any) -> list[KerasState]:
@@ -361,10 +407,6 @@ def _partitioned(made: Mapping[str, Any], labels: Callable[[Any], Any]) -> Any:
         return _replaced(params, means, copies=False), with_keras_states(state, states)
 
     return StepTransformation(joined.init, joined.update, after_batch=after_batch)
-
-
-def _masked(params: Any, names: Any, wanted: str) -> Any:
-    return jax.tree.map(lambda name, leaf: leaf if name == wanted else optax.MaskedNode(), names, params)
 
 
 def _is_keras_state(node: Any) -> bool:

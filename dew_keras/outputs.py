@@ -92,8 +92,8 @@ def align_targets(values: Any, paths: Sequence[Path], argument: str) -> list[Any
     """List targets, or sample weights, in the order of the outputs.
 
     Args:
-        values: Arrays in the structure of the outputs, or a dict by output name; dicts may leave outputs out. None is
-            None for every output.
+        values: Arrays in the structure of the outputs, a dict by output name, or a list in the order of the outputs of
+            one flat dict; dicts may leave outputs out. None is None for every output.
         paths: Paths of the outputs.
         argument: What the values are, for the error.
 
@@ -114,10 +114,16 @@ def align_targets(values: Any, paths: Sequence[Path], argument: str) -> list[Any
         return list(found.values())
     elif set(found) == set(names) or (isinstance(values, Mapping) and found and set(found) < set(names)):
         return [found.get(name) for name in names]
+    elif _is_flat_list(values) and len(values) == len(paths) and all(len(path) == 1 for path in paths):
+        return list(values)  # by position, where the outputs are one flat dict
     raise ValueError(
         f"{argument} must have the structure of the model's outputs, {output_names(paths)}. Received the structure: "
         f"{_structure(values)}"
     )
+
+
+def _is_flat_list(values: Any) -> bool:
+    return isinstance(values, tuple | list) and not any(isinstance(v, Mapping | tuple | list) for v in values)
 
 
 def per_output(given: Any, outputs: Sequence[Output], argument: str) -> list[Any]:

@@ -19,8 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from dew.objectives.language import LanguageModel
-from dew.placement.layout import Layout, refuse_unsupported_axes
-from dew.placement.mesh import as_mesh, batch_divisor
+from dew.parallel.stages import microbatched_into, refuse_unstaged
+from dew.placement.layout import Layout
+from dew.placement.mesh import as_mesh, batch_divisor, microbatches_of
 from dew.placement.partition import data_partition
 from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
@@ -54,6 +55,7 @@ class PlacedModel:
         self.compiled: Compiled | None = None
         self.layout = Layout()
         self._mesh_given: Any = None
+        self.microbatches = 1
         self._compute: str | None = None
         self._storage: str | None = None
         self._master = "float32"
@@ -63,9 +65,10 @@ class PlacedModel:
         self._run: FitRun | None = None
         self.waiting = WaitingRun()
         self._init: Any = None
-        self.adds_losses = False
+        self.output_shapes: Any = None  # of one row, once a plain module was traced
         self._is_closed = False
         self._is_recompiled = False
+        self._verbs: list[str] = []  # that run now, the innermost last
 
     @property
     def is_language_model(self) -> bool:
@@ -100,13 +103,16 @@ class PlacedModel:
 
     @property
     def sharing(self) -> RowSharing:
-        """How batch rows meet the mesh."""
-        return RowSharing(batch_divisor(self.mesh), data_partition(self.mesh))
+        """How batch rows meet the mesh. In a decoder of this library they never meet; in other modules they may."""
+        return RowSharing(
+            batch_divisor(self.mesh, self.microbatches), data_partition(self.mesh), fills=self.is_language_model
+        )
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Enter the mesh and the rules that everything is traced under."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.layout.rules):
+        rules = nn.logical_axis_rules(self.layout.rules)
+        with jax.set_mesh(self.mesh), rules, microbatched_into(self.microbatches):
             yield
 
     def configure(
@@ -116,6 +122,7 @@ class PlacedModel:
         mesh: Any,
         layout: Layout | None,
         remat: Any,
+        schedule: str | None = None,
         precision: tuple[str | None, str | None],
     ) -> None:
         """Take over what `compile` decided; weights that are on a mesh move to the new one.
@@ -125,6 +132,7 @@ class PlacedModel:
             mesh: As `compile` takes it.
             layout: The rules; None takes the defaults.
             remat: What the backward pass recomputes.
+            schedule: Order of a pipeline's microbatches; None keeps the module's.
             precision: Compute and storage dtypes; None means the checkpoint's.
 
         Raises:
@@ -132,13 +140,12 @@ class PlacedModel:
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         self._check_open()
-        if self._run is not None:
-            raise RuntimeError("compile() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        self.check_idle("compile")
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
-        module = self._configured_module(remat, precision[0])
+        module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
-        refuse_unsupported_axes(new_mesh, "Training a model")
+        refuse_unstaged(new_mesh, module)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)
         fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
@@ -154,6 +161,7 @@ class PlacedModel:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
+        self.microbatches = microbatches_of(mesh)
         self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._init = None
@@ -170,9 +178,14 @@ class PlacedModel:
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
-    def _configured_module(self, remat: Any, dtype: str | None) -> Any:
+    def _configured_module(self, remat: Any, schedule: str | None, dtype: str | None) -> Any:
         module = self.given_module
         if not self.is_language_model:
+            if schedule is not None:
+                raise ValueError(
+                    f"schedule orders the pipeline of a language model; {type(module).__name__} has none. Received: "
+                    f"schedule={schedule!r}"
+                )
             if remat is not None:
                 raise ValueError(
                     f"remat configures language models; {type(module).__name__} decides it in its own code, with "
@@ -187,6 +200,8 @@ class PlacedModel:
         changes = {} if dtype is None else {"dtype": dtype}
         if remat is not None:
             changes["remat"] = remat
+        if schedule is not None:
+            changes["schedule"] = schedule
         return module.clone(**changes) if changes else module
 
     @property
@@ -222,14 +237,17 @@ class PlacedModel:
         """Return the function that draws variables and their shapes; the module is traced once for all uses."""
         if self._init is None:
             with self.context():
-                closed, shapes = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
-            structure, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
-            self._init = lambda key: jax.tree.unflatten(structure, run(key)), shapes
+                closed, found = jax.make_jaxpr(self._initialiser(example), return_shape=True)(jax.random.key(0))
+            shapes, self.output_shapes = found
+            self.layout.check_rules(shapes)
+            structure, run = jax.tree.structure(found), jaxpr_as_fun(closed)
+            self._init = lambda key: jax.tree.unflatten(structure, run(key))[0], shapes
         return self._init
 
     def _initialiser(self, example: Mapping[str, Any] | None) -> Any:
         if self.is_language_model:
-            return LanguageModel(self.module).init
+            init = LanguageModel(self.module).init
+            return lambda key: (init(key), None)
         if example is None:
             raise ValueError(
                 f"{type(self.module).__name__} has no weights yet: their shapes follow from the data. Call fit, "
@@ -237,11 +255,7 @@ class PlacedModel:
             )
         x = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), example["x"])
 
-        def init(key: jax.Array) -> Any:
-            variables, self.adds_losses = self.call.init(key, x)
-            return variables
-
-        return init
+        return lambda key: self.call.init(key, x)
 
     def placements(self, abstract: Any) -> Any:
         """Say where each variable goes.
@@ -291,13 +305,47 @@ class PlacedModel:
 
     def close(self) -> None:
         """Free the weights and the training state; everything that needs them is refused from here."""
-        if self._run is not None:
-            raise RuntimeError("close() cannot be called from a callback while fit runs. Call it when fit has ended.")
+        self.check_idle("close")
         for leaf in jax.tree.leaves((self._variables, self.state)):
             leaf.delete()
         self._variables = self.state = None
         self.waiting.take(None)
         self._is_closed = True
+
+    def begin_with(self, other: PlacedModel) -> None:
+        """Take over a copy of another model's weights, and its mesh and rules.
+
+        Args:
+            other: A model of the same module.
+        """
+        self._mesh_given, self.layout = other._mesh_given, other.layout
+        if other.is_built:
+            self._variables = jax.tree.map(jnp.copy, other.variables)
+
+    def go_on_with(self, other: PlacedModel) -> None:
+        """Take over a copy of another model's training state, and the run that it read and did not go on with yet.
+
+        Args:
+            other: A model that is compiled alike.
+        """
+        if other.state is not None:
+            self.state, self._variables = jax.tree.map(jnp.copy, other.state), None
+        self.waiting.take(other.waiting.run)
+
+    def check_idle(self, verb: str) -> None:
+        """Refuse what would change the model under a verb that is running.
+
+        Args:
+            verb: What was called.
+
+        Raises:
+            RuntimeError: If a verb is running.
+        """
+        if self._verbs:
+            running = self._verbs[-1]
+            raise RuntimeError(
+                f"{verb}() cannot be called from a callback while {running} runs. Call it when {running} has ended."
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -1,6 +1,6 @@
-"""Batches of a `keras.utils.PyDataset` fetched ahead by its workers, in order.
+"""Batches of a `keras.utils.PyDataset`, shuffled where that is asked for and fetched ahead by its workers.
 
-Entry point: `fetched`.
+Entry points: `DatasetPass`, one pass over a data set; `fetched`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,77 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from dew.data.global_batch import shuffled_order
+
+
+class DatasetPass:
+    """One pass over a `keras.utils.PyDataset`, which can go to any batch.
+
+    Args:
+        dataset: The data set; its hooks are called where the pass begins and ends.
+        epoch: Number of the pass.
+        seed: Shuffles the batches by (seed, epoch); None, or a data set without end, keeps the order.
+    """
+
+    def __init__(self, dataset: Any, *, epoch: int, seed: int | None) -> None:
+        self._dataset, self._epoch, self._seed = dataset, epoch, seed
+        self._number, self._is_begun = 0, False
+        self._items: Iterator[Any] | None = None
+
+    def skip(self, count: int) -> None:
+        """Leave out the next batches.
+
+        Args:
+            count: How many.
+        """
+        self._number += count
+        self._items = None
+
+    def is_ordered_by(self, epoch: int, seed: int | None) -> bool:
+        """Say whether these numbers give the batches in the same order.
+
+        Args:
+            epoch: Number of a pass.
+            seed: Its seed.
+        """
+        return seed == self._seed and (seed is None or epoch == self._epoch)
+
+    def order_by(self, epoch: int, seed: int | None, number: int) -> None:
+        """Begin again in another order, without calling the hooks of the data set again.
+
+        Args:
+            epoch: Number of the pass.
+            seed: Its seed.
+            number: Batches at its beginning to leave out.
+        """
+        self._epoch, self._seed, self._number, self._items = epoch, seed, number, None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            self._dataset.on_epoch_begin()
+            self._count = self._dataset.num_batches
+        if self._items is None:
+            self._items = fetched(self._dataset, self._numbers())
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._dataset.on_epoch_end()
+            raise
+        self._number += 1
+        return item
+
+    def _numbers(self) -> Iterable[int]:
+        if self._count is None:
+            return itertools.count(self._number)
+        if self._seed is None:
+            return range(self._number, self._count)
+        order = shuffled_order(self._count, seed=self._seed, epoch=self._epoch)
+        return map(int, order[self._number :])
 
 
 def fetched(dataset: Any, numbers: Iterable[int]) -> Iterator[Any]:

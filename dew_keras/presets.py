@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from dew.data.text import Tokenizer
 from dew.placement.layout import Layout
 from dew.pretrained import PretrainedConfig, describe, load_variables
 
@@ -41,16 +42,22 @@ class Preset:
         return load_variables(self.described, mesh=mesh, layout=layout, module=module, param_dtype=storage)
 
 
-def read_preset(source: Any, *, load_weights: bool = True, revision: str | None = None) -> Preset:
+def read_preset(
+    source: Any, *, load_weights: bool = True, revision: str | None = None, tokenizer: Tokenizer | None = None
+) -> Preset:
     """Read a checkpoint's config and tokenizer.
 
     Args:
         source: A directory, a `.gguf` file, `org/name[@revision]` or `hf://org/name[@revision]`.
         load_weights: Whether the model takes its weights.
         revision: Branch, tag or commit of a repository.
+        tokenizer: Taken in place of the checkpoint's own; None takes that.
 
     Raises:
         FileNotFoundError: If there is no such source.
         ValueError: If its config is not understood.
     """
-    return Preset(describe(source, revision=revision), load_weights)
+    described = describe(source, revision=revision)
+    if tokenizer is not None:
+        described = dataclasses.replace(described, tokenizer=tokenizer)
+    return Preset(described, load_weights)

@@ -91,11 +91,6 @@ class SavedRun:
     skipped: frozenset[str] = frozenset()
 
     @property
-    def batches(self) -> int:
-        """Batches consumed."""
-        return int(self.counters["step"])
-
-    @property
     def learning_rates(self) -> list[float]:
         """The rates of the next update, one per part of a Keras optimizer, in order."""
         names = sorted(name for name in self.optimizer if f"/{name}".endswith("/hyperparams/learning_rate"))

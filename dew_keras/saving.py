@@ -24,7 +24,7 @@ from dew_keras.replacing import check_replaceable, replacing
 from dew_keras.run_state import SavedRun, read_run
 from dew_keras.weights_file import ArrayFile, Contents, write_hdf5
 
-WEIGHTS_SUFFIX = ".weights.h5"
+WEIGHTS_SUFFIX, SHARDED_SUFFIX = ".weights.h5", ".weights.json"
 
 
 def is_archive(filepath: Any, zipped: bool | None) -> bool:
@@ -207,6 +207,11 @@ def weights_path(filepath: Any) -> Path:
         ValueError: If it has another ending.
     """
     path = Path(filepath)
+    if path.name.endswith(SHARDED_SUFFIX):
+        raise ValueError(
+            f"Weights in several files (`{SHARDED_SUFFIX}`) are neither written nor read: one file of any size is "
+            f"written array by array. Use a path that ends in `{WEIGHTS_SUFFIX}`. Received: filepath={str(filepath)!r}"
+        )
     if not path.name.endswith(WEIGHTS_SUFFIX):
         raise ValueError(f"The filename must end in `{WEIGHTS_SUFFIX}`. Received: filepath={str(filepath)!r}")
     return path

@@ -19,14 +19,11 @@ from dew_keras.inputs import (
     DEFAULT_BATCH_SIZE,
     ArraySource,
     Batch,
-    Filling,
     RowSharing,
     Source,
     check_count,
-    fill_rows,
-    repeat_rows,
 )
-from dew_keras.prefetch import fetched
+from dew_keras.prefetch import DatasetPass
 
 
 class IterableSource:
@@ -38,12 +35,8 @@ class IterableSource:
         sharing: How rows meet the mesh; every process sees the global batches.
         steps: Batches of a pass when known.
         when_spent: What to say when a pass gives nothing.
-        repeat_hooks: Makes the object do what it does between passes: a function of whether a pass was begun, and of
-            how many passes to repeat it for. None where passes leave nothing behind.
         is_begun: Whether somebody took batches of the only pass already.
     """
-
-    order: Mapping[str, int | None] = {}
 
     def __init__(
         self,
@@ -53,16 +46,19 @@ class IterableSource:
         sharing: RowSharing,
         steps: int | None,
         when_spent: str,
-        repeat_hooks: Callable[[bool, int], None] | None = None,
         is_begun: bool = False,
     ) -> None:
         self._iterate, self._convert, self._sharing = iterate, convert, sharing
         self.steps = steps
-        self._when_spent, self._repeat_hooks = when_spent, repeat_hooks
+        self._when_spent = when_spent
         self.can_skip = not is_begun
         self._largest = 0
-        self.filling: Filling = "copies"
         self._begun: tuple[tuple[dict[str, Any], int], Any, Iterator[tuple[dict[str, Any], int]]] | None = None
+
+    @property
+    def order(self) -> dict[str, int | None]:
+        """Nothing: only the object knows what it gives."""
+        return {}
 
     def example(self) -> dict[str, Any]:
         """Return the first batch of the next pass, not filled up."""
@@ -73,14 +69,11 @@ class IterableSource:
         return self._begun[0][0]
 
     def pass_over(self, epochs: int) -> None:
-        """Leave out what an uninterrupted run would have read before the first pass.
+        """Do nothing: the object orders itself.
 
         Args:
-            epochs: Passes it would have made; only their hooks are called.
+            epochs: Passes an uninterrupted run would have made; not read.
         """
-        if epochs and self._repeat_hooks is not None:
-            self._repeat_hooks(self._begun is not None, epochs)
-            self._begun = None
 
     def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Start a pass, or go on with the one that `example` began.
@@ -147,13 +140,7 @@ class IterableSource:
             raise ValueError(self._when_spent)
 
     def _filled(self, data: dict[str, Any], rows: int) -> Batch:
-        if self.filling == "none":
-            self._sharing.check_unfilled(rows)
-        elif rows < self._largest and self.filling == "repeats":
-            data = repeat_rows(data, rows, self._sharing)
-        else:
-            data = fill_rows(data, rows, self._largest, always_mask=False)
-        return Batch(self._sharing.share(data), rows)
+        return self._sharing.batch(data, rows, self._largest, always_mask=False)
 
 
 class SlicedSource:
@@ -170,7 +157,6 @@ class SlicedSource:
     def __init__(self, source: Source, steps: int) -> None:
         check_count("steps_per_epoch", steps)
         self.steps = int(steps)
-        self.filling = source.filling
         self._source = source
         self._passed = 0
         self._stream: Iterator[Batch] | None = None
@@ -249,7 +235,7 @@ def keras_source(
         sample_weight: Weights, with arrays only.
         batch_size: Rows of a batch, with arrays only; None is 32.
         sharing: How rows meet the mesh.
-        seed: Shuffles arrays by (seed, epoch); None keeps their order.
+        seed: Shuffles arrays, and the batches of a PyDataset, by (seed, epoch); None keeps their order.
         class_weight: Weight by class, for training on one output.
 
     Raises:
@@ -273,7 +259,7 @@ def keras_source(
         return keras_arrays(*unpacked(item, kind), class_weight)
 
     if isinstance(x, keras.utils.PyDataset):
-        return dataset_source(x, convert, sharing)
+        return DatasetSource(x, convert, sharing=sharing, seed=seed)
     if isinstance(x, types.GeneratorType):
         is_begun = inspect.getgeneratorstate(x) != inspect.GEN_CREATED
         spent = (
@@ -288,81 +274,85 @@ def keras_source(
     return IterableSource(lambda epoch: iter(x), convert, sharing=sharing, steps=steps, when_spent=spent)
 
 
-def dataset_source(dataset: Any, convert: Callable[[Any], dict[str, Any]], sharing: RowSharing) -> Source:
-    """Make a source of a `keras.utils.PyDataset`, with its hooks at both ends of an epoch.
+class DatasetSource(IterableSource):
+    """Batches of a `keras.utils.PyDataset`, with its hooks at both ends of an epoch.
 
     Args:
         dataset: The data set.
         convert: Turns one of its batches into arrays by name.
         sharing: How rows meet the mesh.
+        seed: Shuffles the batches of every pass by (seed, epoch), where their number is known; None keeps the order.
     """
 
-    def repeat_hooks(is_begun: bool, passes: int) -> None:
-        if is_begun:
-            dataset.on_epoch_end()
-        for _ in range(passes - is_begun):
-            dataset.on_epoch_begin()
-            dataset.on_epoch_end()
+    def __init__(
+        self, dataset: Any, convert: Callable[[Any], dict[str, Any]], *, sharing: RowSharing, seed: int | None = None
+    ) -> None:
+        super().__init__(
+            self._pass,
+            convert,
+            sharing=sharing,
+            steps=dataset.num_batches,
+            when_spent=f"The {type(dataset).__name__} has no batch.",
+        )
+        self._dataset, self._seed = dataset, seed
 
-    return IterableSource(
-        lambda epoch: _DatasetItems(dataset),
-        convert,
-        sharing=sharing,
-        steps=dataset.num_batches,
-        when_spent=f"The {type(dataset).__name__} has no batch.",
-        repeat_hooks=repeat_hooks,
-    )
+    def _pass(self, epoch: int) -> DatasetPass:
+        return DatasetPass(self._dataset, epoch=epoch, seed=self._seed)
 
+    @property
+    def order(self) -> dict[str, int | None]:
+        """How many batches there are and the seed they are shuffled by."""
+        return {} if self.steps is None else {"batches": self.steps, "seed": self._seed}
 
-class _DatasetItems:
-    """One pass over a `keras.utils.PyDataset`, which can go to any batch."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self._number, self._is_begun = dataset, 0, False
-        self._items: Iterator[Any] | None = None
-
-    def skip(self, count: int) -> None:
-        """Leave out the next batches.
+    def reseed(self, seed: int) -> None:
+        """Shuffle by another seed, where batches are shuffled.
 
         Args:
-            count: How many.
+            seed: The seed.
         """
-        self._number += count
-        self._items = None
+        self._seed = None if self._seed is None else seed
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def pass_over(self, epochs: int) -> None:
+        """Do between passes what the data set does; see `IterableSource`.
 
-    def __next__(self) -> Any:
-        if not self._is_begun:
-            self._is_begun = True
-            self._dataset.on_epoch_begin()
-            self._count = self._dataset.num_batches
-        if self._items is None:
-            is_endless = self._count is None
-            numbers = itertools.count(self._number) if is_endless else range(self._number, self._count)
-            self._items = fetched(self._dataset, numbers)
-        try:
-            item = next(self._items)
-        except StopIteration:
+        Args:
+            epochs: Passes an uninterrupted run would have made.
+        """
+        begun, self._begun = self._begun, None if epochs else self._begun
+        if epochs and begun is not None:
             self._dataset.on_epoch_end()
-            raise
-        self._number += 1
-        return item
+        for _ in range(epochs - (begun is not None)):
+            self._dataset.on_epoch_begin()
+            self._dataset.on_epoch_end()
+
+    def open(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Start a pass, or go on with the one that `example` began; see `IterableSource`.
+
+        Args:
+            epoch: Number of the pass, which decides its order.
+            start: Batches at its beginning to leave out.
+        """
+        if self._begun is not None and not self._begun[1].is_ordered_by(epoch, self._seed):
+            # The batch that `example` took stands elsewhere in this pass: it is made again when its turn comes.
+            (_, items, stream), self._begun = self._begun, None
+            items.order_by(epoch, self._seed, start)
+            return itertools.starmap(self._filled, stream)
+        return super().open(epoch, start)
 
 
 def unpacked(item: Any, kind: str) -> tuple[Any, Any, Any]:
     """Take an item of an iterable apart.
 
     Args:
-        item: (x,), (x, y) or (x, y, sample_weight).
+        item: (x,), (x, y) or (x, y, sample_weight); the inputs alone, an array or a dict, but from a generator.
         kind: What gave it, for the error.
 
     Raises:
         ValueError: If it is none of these.
     """
-    if isinstance(item, list) and kind != "generator":
-        item = tuple(item)
+    if kind != "generator":  # from a generator Keras takes tuples only
+        is_inputs = isinstance(item, Mapping) or hasattr(item, "shape")
+        item = (item,) if is_inputs else tuple(item) if isinstance(item, list) else item
     if not isinstance(item, tuple) or not 1 <= len(item) <= 3:
         raise ValueError(
             f"A {kind} must give tuples (x,), (x, y) or (x, y, sample_weight). Received: {type(item).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dew.nn.attention_report import attention_report
 from dew.placement.memory import format_bytes
 from dew.placement.stacks import is_box
 from dew.tree import named_leaves
@@ -46,6 +47,8 @@ def summary_text(engine: Engine, name: str, *, with_leaves: bool = False) -> str
     lines.append(f"Mesh: {_mesh_text(engine)}")
     lines.append(explained.summary())
     lines.append(f"Weights: {_where(engine)}")
+    if engine.is_language_model:
+        lines.extend(attention_report(module, mesh=engine.mesh))
     if with_leaves:
         lines.append(explained.table())
     return "\n".join(lines)

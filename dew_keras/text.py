@@ -16,7 +16,7 @@ from dew.data.chat import is_chat
 from dew.data.text import Tokenizer
 from dew.data.tokens import RowReport, language_rows
 from dew_keras.inputs import RowSharing, Source
-from dew_keras.streams import IterableSource, dataset_source
+from dew_keras.streams import DatasetSource, IterableSource
 
 
 def is_language_input(x: Any) -> bool:
@@ -76,16 +76,19 @@ def make_rows(
     return LanguageRows(arrays=dict(rows), report=report)
 
 
-def language_stream(batches: Any, convert: Callable[[Any], dict[str, Any]], *, sharing: RowSharing) -> Source:
+def language_stream(
+    batches: Any, convert: Callable[[Any], dict[str, Any]], *, sharing: RowSharing, seed: int | None = None
+) -> Source:
     """Make a source of an iterable of language batches.
 
     Args:
         batches: Gives texts, prompts with responses, chats or token rows, a batch at a time.
         convert: Turns one of them into token rows.
         sharing: How rows meet the mesh.
+        seed: Shuffles the batches of a PyDataset by (seed, epoch); None keeps their order.
     """
     if isinstance(batches, keras.utils.PyDataset):
-        return dataset_source(batches, convert, sharing)
+        return DatasetSource(batches, convert, sharing=sharing, seed=seed)
     is_spent_once = iter(batches) is batches
     spent = (
         "The iterator is spent: it cannot start again for another pass. Give steps_per_epoch with an endless one."

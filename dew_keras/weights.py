@@ -16,6 +16,7 @@ import numpy as np
 from dew.data.text import Tokenizer
 from dew.tree import named_leaves, nested
 from dew_keras.archive import write_archive
+from dew_keras.copying import copied
 from dew_keras.engine import Engine
 from dew_keras.layer_arrays import host_layers, layer_shapes, onto
 from dew_keras.module_config import module_config
@@ -32,7 +33,15 @@ class WeightVerbs(OrbaxVerbs):
     _engine: Engine
     tokenizer: Tokenizer | None
     _keeps_on_devices = False
-    count_batches: Callable[[int], None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied(self, memo)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A model is not pickled: its weights are on devices. Use save('name.keras') and load_model, or "
+            "copy.deepcopy within one process."
+        )
 
     def get_weights(self) -> Sequence[np.ndarray]:
         """Copy every variable to the host, one array per layer and weight, sorted by path."""
@@ -127,7 +136,10 @@ class WeightVerbs(OrbaxVerbs):
             OSError: If it cannot be written; an earlier file stays.
         """
         if max_shard_size is not None:
-            raise ValueError(f"max_shard_size is not available. Received: max_shard_size={max_shard_size}")
+            raise ValueError(
+                "max_shard_size is not available: one file of any size is written array by array. Leave it out. "
+                f"Received: max_shard_size={max_shard_size}"
+            )
         save_weights(filepath, contents(self._engine), overwrite=overwrite)
 
     def load_weights(self, filepath: Any, skip_mismatch: bool = False) -> None:
@@ -155,21 +167,20 @@ class WeightVerbs(OrbaxVerbs):
             return
         if skip_mismatch and not engine.makes_weights:
             engine.load(None)  # says how to make the weights that could be compared
-        adopt(self, engine, lambda shapes: load_weights(filepath, shapes, skip_mismatch=skip_mismatch))
+        adopt(engine, lambda shapes: load_weights(filepath, shapes, skip_mismatch=skip_mismatch))
 
 
-def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None], Loaded]) -> None:
+def adopt(engine: Engine, read: Callable[[Mapping[str, Any] | None], Loaded]) -> None:
     """Take over what a weights file holds.
 
     Args:
-        model: The model, which counts batches.
-        engine: Its engine.
+        engine: The model's engine.
         read: Reads the file for given shapes of the variables; None stands for whatever the file has.
     """
     view = engine.view
     if not engine.makes_weights:
         loaded = read(None)
-        engine.given_variables = view.stack(nested(loaded.variables))
+        engine.given_variables = {"params": {}, **view.stack(nested(loaded.variables))}
         run = loaded.run
     else:
         variables = engine.load(None)
@@ -181,8 +192,6 @@ def adopt(model: Any, engine: Engine, read: Callable[[Mapping[str, Any] | None],
             run = dataclasses.replace(run, exact_variables=exact)
         engine.assign(onto(variables, loaded.variables, view))
     engine.restore(run, loaded.skipped)
-    if run is not None:
-        model.count_batches(run.batches)
 
 
 def model_config(model: Any, engine: Engine) -> dict[str, Any]:

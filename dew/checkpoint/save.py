@@ -91,13 +91,17 @@ class Checkpoints:
         values = self._manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore()))
         return Manifest.from_json(values["manifest"])
 
-    def restore(self, template: Any, *, stacks: StackView = StackView(), step: int | None = None) -> Any:
+    def restore(
+        self, template: Any, *, stacks: StackView = StackView(), step: int | None = None, part: str | None = None
+    ) -> Any:
         """Read the arrays of a checkpoint onto any mesh, stored in any banks.
 
         Args:
             template: Tree of ShapeDtypeStructs that carry shardings.
             stacks: How the template stores layers.
             step: Which step; None is the newest.
+            part: Path of the branch that the template is, such as `variables/params`; nothing else is read then. None
+                reads the whole tree.
 
         Returns:
             The template's tree with arrays.
@@ -107,42 +111,22 @@ class Checkpoints:
             ValueError: If the checkpoint's leaves are not the template's.
         """
         step = self._existing(step)
+        manifest = self.manifest(step)
+        if part is None:
+            return read_tree(functools.partial(self._read, step), manifest, template, stacks)
+        return read_tree(functools.partial(self._read_part, step, part), manifest.branch(part), template, stacks)
 
-        def read(shapes: Any) -> Any:
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-            return self._manager.restore(step, args=args)["state"]
+    def _read(self, step: int, shapes: Any) -> Any:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        return self._manager.restore(step, args=args)["state"]
 
-        return read_tree(read, self.manifest(step), template, stacks)
-
-    def restore_part(
-        self, part: str, template: Any, *, stacks: StackView = StackView(), step: int | None = None
-    ) -> Any:
-        """Read one branch of the tree that was saved, such as the weights without the optimizer's state.
-
-        Args:
-            part: Path of the branch, such as `variables/params`.
-            template: Tree of ShapeDtypeStructs of the branch, with shardings.
-            stacks: How the template stores layers.
-            step: Which step; None is the newest.
-
-        Returns:
-            The template's tree with arrays.
-
-        Raises:
-            FileNotFoundError: If there is no such step.
-            ValueError: If the branch's leaves are not the template's.
-        """
-        step = self._existing(step)
-
-        def read(shapes: Any) -> Any:
-            whole = nested({f"{part}/{path}": shape for path, shape in named_leaves(shapes).items()})
-            restores = ocp.checkpoint_utils.construct_restore_args(whole)
-            args = ocp.args.PyTreeRestore(item=whole, restore_args=restores, partial_restore=True)
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                restored = named_leaves(reader.restore(self.directory / str(step) / "state", args=args))
-            return nested({path.removeprefix(f"{part}/"): leaf for path, leaf in restored.items()})
-
-        return read_tree(read, self.manifest(step).branch(part), template, stacks)
+    def _read_part(self, step: int, part: str, shapes: Any) -> Any:
+        whole = nested({f"{part}/{path}": shape for path, shape in named_leaves(shapes).items()})
+        restores = ocp.checkpoint_utils.construct_restore_args(whole)
+        args = ocp.args.PyTreeRestore(item=whole, restore_args=restores, partial_restore=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = named_leaves(reader.restore(self.directory / str(step) / "state", args=args))
+        return nested({path.removeprefix(f"{part}/"): leaf for path, leaf in restored.items()})
 
     def wait(self) -> None:
         """Wait until every started save is on disk.

@@ -103,6 +103,6 @@ def _run_variables(directory: Path, step: int | None, described: PretrainedConfi
             _, dtype = stored.get(view.logical_paths(path)[0], ((), leaf.dtype))
             shapes[path] = jax.ShapeDtypeStruct(leaf.shape, dtype)
         template = shapes_on(nested(shapes), Layout().shardings(mesh, abstract)["params"])
-        return {"params": checkpoints.restore_part(_PARAMS, template, stacks=view, step=step)}
+        return {"params": checkpoints.restore(template, stacks=view, step=step, part=_PARAMS)}
     finally:
         checkpoints.close()

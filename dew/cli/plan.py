@@ -10,6 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from dew.cli.words import byte_count, mesh_factors
+from dew.nn.attention_report import accelerator_named
 from dew.placement.layout import Layout
 from dew.planning import estimate_bytes, plan_text, planned_mesh
 from dew.pretrained.load import describe
@@ -25,6 +26,7 @@ def plan_checkpoint(
     accumulation: int = 1,
     dtype: str | None = None,
     device_memory: str | None = None,
+    accelerator: str | None = None,
     min_shard: int = 2**16,
     revision: str | None = None,
     table: Annotated[bool, arg(help="List every leaf.")] = False,
@@ -41,6 +43,8 @@ def plan_checkpoint(
         accumulation: Batches per optimizer update.
         dtype: Dtype of the weights to generate with; by default the checkpoint's.
         device_memory: Memory of one device, as in 80GB or 16GiB.
+        accelerator: What the devices are, for the choice of attention kernels: cpu, tpu, rocm, cuda:9.0; by default
+            those of this machine.
         min_shard: Smallest leaf that is split, in elements.
         revision: Branch, tag or commit of a repository.
         table: List every leaf.
@@ -59,6 +63,7 @@ def plan_checkpoint(
         rows=rows,
         slots=length,
         accumulation=accumulation,
+        device=None if accelerator is None else accelerator_named(accelerator),
     )
     print(plan_text(estimate, device_bytes=memory, table=table))
     return 0 if estimate.refusal is None else 1

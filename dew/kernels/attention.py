@@ -4,12 +4,12 @@ Entry points: `attention`; `partial_attention` and `merge` for keys that come in
 which keys a query reads.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
+from dew.kernels.attention_choice import AttentionCall, Implementation, attention_choice
+from dew.kernels.attention_cudnn import cudnn_attention
 from dew.kernels.attention_xla import xla_attention
 from dew.kernels.visibility import Visibility, consecutive_visibility
 
@@ -22,8 +22,6 @@ __all__ = [
     "partial_attention",
     "with_sinks",
 ]
-
-Implementation = Literal["auto", "xla"]
 
 
 def attention(
@@ -50,19 +48,23 @@ def attention(
         scale: Factor on the products, usually H ** -0.5.
         softcap: Bound c of the logits, c * tanh(logit / c); None leaves them.
         sinks: A learned logit per query head that joins the softmax's denominator and has no value (gpt-oss).
-        implementation: "auto" and "xla" are this function.
+        implementation: A kernel of `dew.kernels.attention_choice.KERNELS`; "auto" takes the first that can run it.
 
     Returns:
         The mixed values, in the dtype of `query`.
 
     Raises:
-        ValueError: If the query heads are not a multiple of the key/value heads, or the implementation is unknown.
+        ValueError: If the query heads are not a multiple of the key/value heads, or the implementation is unknown or
+            cannot run the call.
     """
     _check_heads(query, key)
-    if implementation not in ("auto", "xla"):
-        raise ValueError(
-            f"attention implementation must be 'auto' or 'xla'. Received: implementation={implementation!r}"
-        )
+    kernel = attention_choice(AttentionCall.of(query, key, visibility, softcap, sinks), implementation).kernel
+    if kernel == "cudnn":
+        return cudnn_attention(query, key, value, visibility, scale)
+    if kernel == "tpu":
+        from dew.kernels.attention_tpu import tpu_attention  # Pallas takes half a second to import
+
+        return tpu_attention(query, key, value, visibility, scale, softcap, sinks)
     dtype = query.dtype if sinks is None else jnp.dtype(jnp.float32)
     mixed, logsumexp = xla_attention(query, key, value, visibility, scale, softcap, dtype)
     return mixed if sinks is None else with_sinks(mixed, logsumexp, sinks).astype(query.dtype)

@@ -1,21 +1,17 @@
-"""Attention in plain XLA operations: short calls keep their logits, long ones recompute them chunk by chunk.
+"""Attention in plain XLA operations: short rows keep their logits, long ones go through blocks.
 
-Entry point: `xla_attention`. Long sequences go through chunks of queries that are recomputed in the backward pass
-(https://arxiv.org/abs/2112.05682).
+Entry point: `xla_attention`. The blocks are in `dew.kernels.attention_blocks`.
 """
 
 import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
+from dew.kernels.attention_blocks import MASKED, blockwise_attention
 from dew.kernels.visibility import Visibility
 
 DENSE_QUERIES = 512
 """Up to this many queries the logits [B, N, T, S] are kept for the backward pass."""
-QUERY_CHUNK = 256
-"""Queries of one chunk above it."""
-MASKED = -1e30
-"""Logit of a hidden key, and log-sum-exp of a row that reads nothing: finite, so that none gives NaN."""
 
 
 def xla_attention(
@@ -34,7 +30,7 @@ def xla_attention(
     """
     if query.shape[1] <= DENSE_QUERIES:
         return _dense(query, key, value, visibility, scale, softcap, dtype)
-    return _chunked(query, key, value, visibility, scale, softcap, dtype)
+    return blockwise_attention(query, key, value, visibility, scale, softcap, dtype)
 
 
 def _dense(query, key, value, visibility, scale, softcap, dtype):
@@ -79,7 +75,9 @@ def _in_reach(num_queries, key, value, visibility):
         return jax.lax.dynamic_slice_in_dim(x, first, reach, axis)
 
     segments = None if visibility.key_segments is None else cut(visibility.key_segments, 1)
-    visibility = visibility.replace(key_slots=cut(visibility.key_slots, 1), key_segments=segments, offset=None)
+    visibility = visibility.replace(
+        key_slots=cut(visibility.key_slots, 1), key_segments=segments, offset=None, key_start=None
+    )
     return cut(key, 2), cut(value, 2), visibility
 
 
@@ -103,25 +101,3 @@ def _softmax_jvp(primals, tangents):
     change = weights * tangents[0]
     total_change = jnp.sum(change, axis=-1, keepdims=True)
     return (weights, logsumexp), (change - weights * total_change, total_change)
-
-
-def _chunked(query, key, value, visibility, scale, softcap, dtype):
-    """Attention over chunks of queries, each recomputed in the backward pass: one chunk's logits live at a time."""
-    B, T, N, H = query.shape
-    num_chunks = -(-T // QUERY_CHUNK)
-    padding = num_chunks * QUERY_CHUNK - T
-
-    def chunks(x):
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def one(chunk):
-        query_chunk, slots, segments = chunk
-        rows = visibility.replace(query_slots=slots, query_segments=segments, offset=None)
-        return _dense(query_chunk, key, value, rows, scale, softcap, dtype)
-
-    segments = None if visibility.query_segments is None else chunks(visibility.query_segments)
-    mixed, logsumexp = jax.lax.map(one, (chunks(query), chunks(visibility.query_slots), segments))
-    mixed = jnp.moveaxis(mixed, 0, 1).reshape(B, T + padding, N, H)[:, :T]
-    return mixed, jnp.moveaxis(logsumexp, 0, 1).reshape(B, T + padding, N)[:, :T]

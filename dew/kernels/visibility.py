@@ -28,6 +28,7 @@ class Visibility:
             same in all rows. The distance of the first two may be known only when the program runs.
         offset: `query_slots[b, 0] - key_slots[b, 0]` where that is known when the program is traced; it says
             `consecutive` too. None where it is not.
+        key_start: `key_slots[b, 0]` where that is known when the program is traced.
     """
 
     query_slots: Int[Array, "#B T"]
@@ -38,6 +39,7 @@ class Visibility:
     chunk: int | None = struct.field(pytree_node=False, default=None)
     consecutive: bool = struct.field(pytree_node=False, default=False)
     offset: int | None = struct.field(pytree_node=False, default=None)
+    key_start: int | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self) -> None:
         if self.offset is not None and not self.consecutive:
@@ -64,6 +66,7 @@ def consecutive_visibility(
     *,
     query_start: int | Int[Array, ""] = 0,
     key_start: int | Int[Array, ""] = 0,
+    offset: int | None = None,
     query_segments: Int[Array, "#B T"] | None = None,
     key_segments: Int[Array, "#B S"] | None = None,
     window: int | None = None,
@@ -79,6 +82,7 @@ def consecutive_visibility(
         num_keys: Keys S.
         query_start: Slot of the first query.
         key_start: Slot of the first key.
+        offset: The first less the second, where those are arrays and their distance is known all the same.
         query_segments: Document number of each query; None when all are one document.
         key_segments: Document number of each key.
         window: How many slots a query reads, its own included; None means all before it.
@@ -87,7 +91,8 @@ def consecutive_visibility(
     Returns:
         The visibility of T queries and S keys.
     """
-    offset = query_start - key_start if isinstance(query_start, int) and isinstance(key_start, int) else None
+    if isinstance(query_start, int) and isinstance(key_start, int):
+        offset = query_start - key_start
     return Visibility(
         query_slots=query_start + jnp.arange(num_queries, dtype=jnp.int32)[None],
         key_slots=key_start + jnp.arange(num_keys, dtype=jnp.int32)[None],
@@ -97,4 +102,5 @@ def consecutive_visibility(
         chunk=chunk,
         consecutive=True,
         offset=offset,
+        key_start=key_start if isinstance(key_start, int) else None,
     )

@@ -11,12 +11,13 @@ import jax
 from flax import linen as nn
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import Implementation, Visibility, attention
+from dew.kernels.attention import Implementation, Visibility
 from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
 from dew.nn.sharding import constrain
+from dew.parallel.attention_kernel import sharded_attention
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
 
 
@@ -84,7 +85,7 @@ class SelfAttention(nn.Module):
         features: Width of the residual stream.
         spec: Heads, biases, norms, rotary.
         param_dtype: Storage dtype of the weights.
-        implementation: Kernel of `dew.kernels.attention`.
+        implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
     """
 
     features: int
@@ -127,12 +128,12 @@ class SelfAttention(nn.Module):
         query, key, value = self._heads(x, rotary)
         if cache is not None:
             cache, key, value = cache.append(key, value)
-            attend = attention
+            attend = sharded_attention
         elif splits_positions(jax.sharding.get_abstract_mesh()):
             attend = sequence_attention
         else:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            attend = attention
+            attend = sharded_attention
         mixed = attend(
             query,
             key,
@@ -140,7 +141,7 @@ class SelfAttention(nn.Module):
             visibility=dataclasses.replace(visibility, window=self.spec.window),
             scale=self.spec.logit_scale,
             softcap=self.spec.softcap,
-            implementation=self.implementation,
+            implementation=self.implementation if cache is None else "auto",
         )
         return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
 

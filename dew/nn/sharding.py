@@ -99,6 +99,16 @@ def constrain(x: Array, names: Sequence[str | None]) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(tuple(names), x.shape, mesh)))
 
 
+def constrain_weights(weights: Any, names: Any) -> Any:
+    """Pin weights, or sums of their gradients, to the parts in which they are stored.
+
+    Args:
+        weights: Weights of one part, a pytree of arrays.
+        names: The same tree with a tuple of logical names per weight.
+    """
+    return jax.tree.map(constrain, weights, names)
+
+
 def gathers_weights() -> bool:
     """Say whether the mesh in context stores weights in parts that are gathered where they are used."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.router import Routing
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
 from dew.objectives.routing import EXPERT_LOAD, busiest, router_loss, routing_metrics
@@ -98,30 +99,33 @@ class LanguageModel:
             The cross entropy in nats per scored token, and the metric `token_accuracy`. A module with experts adds what
             its `router_training` asks for, and the metrics of `dew.objectives.routing`.
         """
-        hidden, routing = self._hidden_states(variables, batch, key=key, train=train)
-        head = self.module.head_weight(variables)
-        mesh = jax.sharding.get_abstract_mesh()
-        scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
-        total, correct = sharded_token_loss(
-            mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap
-        )
-        mass = jnp.sum(batch["weights"])
+        total, correct, mass, routing = self._scored(variables, batch, key, train)
         metrics = {"token_accuracy": Ratio(correct, mass)}
         if routing:
             total = total + router_loss(routing, self.module.router_training)
             metrics |= routing_metrics(routing, self.module.expert_layers)
         return LossOutput(Ratio(total, mass), metrics)
 
-    def _hidden_states(self, variables: Any, batch: Any, *, key: jax.Array, train: bool) -> tuple[Any, Any]:
-        """Run the module, and ask its routers where it has some."""
-        given = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
+    def _scored(
+        self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...]]:
+        """Sum the cross entropies, the tokens that are predicted and the weights; ask routers where there are any."""
+        documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
+        if train and getattr(self.module, "scores_in_schedule", False):
+            scored = (batch["inputs"], batch["targets"], batch["weights"])
+            return *self.module.apply(variables, *scored, **documents, method="token_loss"), ()
         if getattr(self.module, "expert_layers", ()):
-            return self.module.apply(
-                variables, batch["inputs"], batch["weights"], **given, method="routed_hidden_states"
-            )
-        rngs = {"dropout": key} if train else None
-        hidden = self.module.apply(variables, batch["inputs"], **given, train=train, method="hidden_states", rngs=rngs)
-        return hidden, ()
+            counted = (batch["inputs"], batch["weights"])
+            hidden, routing = self.module.apply(variables, *counted, **documents, method="routed_hidden_states")
+        else:
+            rngs = {"dropout": key} if train else None
+            given = {**documents, "train": train, "rngs": rngs}
+            hidden, routing = self.module.apply(variables, batch["inputs"], **given, method="hidden_states"), ()
+        head = self.module.head_weight(variables)
+        mesh = jax.sharding.get_abstract_mesh()
+        scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
+        sums = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
+        return *sums, routing
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.

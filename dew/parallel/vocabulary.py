@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
@@ -29,7 +30,7 @@ def sharded_token_loss(
     *,
     softcap: float | None = None,
     scale: float = 1.0,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Sum the weighted cross entropies of all tokens on a mesh, in nats.
 
     Differentiable with respect to `hidden` and `head`; the gradient by the head arrives in the head's own parts.
@@ -44,11 +45,12 @@ def sharded_token_loss(
         scale: Factor on the logits.
 
     Returns:
-        The weighted sum of the cross entropies, and the weighted count of tokens that no other token outscores.
+        The weighted sum of the cross entropies, the weighted count of tokens that no other token outscores, and the sum
+        of the weights.
     """
     if mesh is None or mesh.empty or mesh.size == 1:
         flat = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
-        return token_cross_entropy(*flat, softcap=softcap, scale=scale)
+        return *token_cross_entropy(*flat, softcap=softcap, scale=scale), jnp.sum(weights)
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
     tokens = resolve(TOKEN_NAMES, targets.shape, mesh, rules).spec
     stored = resolve(HEAD_NAMES, head.shape, mesh, rules).spec
@@ -61,7 +63,9 @@ def _sharded(hidden, head, targets, weights, mesh, tokens, stored, softcap, scal
 
     def score(hidden, head, targets, weights):
         flat = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
-        return jax.lax.psum(token_loss(*flat, softcap=softcap, scale=scale), axes)
+        # One reduction for all three: XLA on CPU may run a reduction of the weights alone beside a loop over layers, in
+        # another order on each device, which ends in a deadlock.
+        return jax.lax.psum((*token_loss(*flat, softcap=softcap, scale=scale), jnp.sum(weights)), axes)
 
     specs = (tokens, PartitionSpec(), tokens, tokens)
     run = jax.shard_map(score, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
@@ -75,14 +79,14 @@ def _forward(hidden, head, targets, weights, mesh, tokens, stored, softcap, scal
     def score(hidden, head, targets, weights):
         flat = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
         loss, correct, by_hidden, by_head = token_loss_and_gradients(*flat, softcap=softcap, scale=scale)
-        loss, correct = jax.lax.psum((loss, correct), axes)
-        return loss, correct, by_hidden.reshape(hidden.shape), _summed_parts(by_head, parts, axes)
+        loss, correct, mass = jax.lax.psum((loss, correct, jnp.sum(weights)), axes)
+        return loss, correct, mass, by_hidden.reshape(hidden.shape), _summed_parts(by_head, parts, axes)
 
     specs = (tokens, PartitionSpec(), tokens, tokens)
-    outputs = (PartitionSpec(), PartitionSpec(), tokens, parts)
+    outputs = (PartitionSpec(), PartitionSpec(), PartitionSpec(), tokens, parts)
     run = jax.shard_map(score, mesh=mesh, in_specs=specs, out_specs=outputs, check_vma=False)
-    loss, correct, by_hidden, by_head = run(hidden, head.astype(hidden.dtype), targets, weights)
-    return (loss, correct), (by_hidden, by_head.astype(head.dtype))
+    loss, correct, mass, by_hidden, by_head = run(hidden, head.astype(hidden.dtype), targets, weights)
+    return (loss, correct, mass), (by_hidden, by_head.astype(head.dtype))
 
 
 def _backward(mesh, tokens, stored, softcap, scale, gradients, cotangents):

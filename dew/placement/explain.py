@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from dew.placement.memory import format_bytes
 from dew.placement.mesh import BATCH_AXES
-from dew.placement.rules import PARAMETER_AXES, Refusal, Resolution, spec_axes
+from dew.placement.rules import LAYERS, PARAMETER_AXES, STAGE, Refusal, Resolution, spec_axes
 
 __all__ = ["AxisSummary", "Explanation", "Row", "explanation"]
 
@@ -65,7 +65,8 @@ class Row:
         """Why the leaf is not split further: the rules that did not fit, or why none of it is split."""
         refused = [str(refusal) for refusal in self.resolution.refusals if refusal.taken_by is None]
         if not refused and not self.axes:
-            refused = [reason for reason in self.resolution.reasons if reason and "keeps 'layers'" not in reason]
+            named = zip(self.names, self.resolution.reasons, strict=True)
+            refused = [reason for name, reason in named if reason and name != LAYERS]
         return "; ".join(dict.fromkeys(refused))
 
 
@@ -88,7 +89,7 @@ class AxisSummary:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        if self.axis not in PARAMETER_AXES:
+        if self.axis not in (*PARAMETER_AXES, STAGE):
             return f"{self.axis}={self.size} splits batch rows; parameters are copied"
         rows = " and batch rows" if self.axis in BATCH_AXES else ""
         text = f"{self.axis}={self.size} splits {', '.join(self.splits) or 'no parameter'}{rows}"
@@ -199,4 +200,9 @@ def _reasons(axis: str, size: int, rows: tuple[Row, ...]) -> list[str]:
     elif "heads" in names:
         lines.append(f"{sizes['heads']} query heads do not divide {axis}={size}: queries and their output stay whole")
     lines.extend(str(refusal) for (name, _), refusal in refused.items() if name not in ("heads", "kv"))
+    small = [row for row in rows if any("min_shard" in (reason or "") for reason in row.resolution.reasons)]
+    if small and axis in PARAMETER_AXES:
+        limit = next(reason for reason in small[0].resolution.reasons if reason).partition("fewer than ")[2]
+        listed = ", ".join(row.title for row in small[:3]) + (", ..." if len(small) > 3 else "")
+        lines.append(f"fewer elements than {limit}, so whole: {len(small)} leaves ({listed})")
     return lines

@@ -19,7 +19,9 @@ from dew.placement.explain import Explanation, Row, explanation
 from dew.placement.memory import shard_bytes
 from dew.placement.rules import (
     DEFAULT_RULES,
+    LAYERS,
     PARAMETER_AXES,
+    STAGE,
     Refusal,
     Resolution,
     Rule,
@@ -30,7 +32,7 @@ from dew.placement.rules import (
 from dew.placement.stacks import StackView, is_box
 from dew.tree import closest, map_named, named_leaves
 
-__all__ = ["Layout", "LayoutRefused", "refuse_unsupported_axes"]
+__all__ = ["Layout", "LayoutRefused"]
 
 _NO_STACKS = StackView()
 
@@ -46,7 +48,8 @@ class Layout:
     Attributes:
         rules: Ordered (name, axes) pairs, or a mapping that updates the defaults.
         min_shard: Leaves with fewer elements stay replicated; a bank counts the elements of one layer, so that
-            a scanned model and an unscanned one are placed alike.
+            a scanned model and an unscanned one are placed alike. The layers of a bank split over the stages whatever
+            their size: each stage holds its own.
         tolerance: Largest fraction of the elements in matrices of `min_shard` or more that may be replicated; the
             scales and biases of a layer do not count.
         host: State kept in pinned host memory between steps.
@@ -141,18 +144,24 @@ class Layout:
         shape = tuple(_value(leaf).shape)
         elements = _elements(leaf)
         if elements < self.min_shard:
-            reason = f"{elements} elements are fewer than min_shard={self.min_shard}"
-            return Resolution(spec=PartitionSpec(), reasons=(reason,) * len(shape), rules=(None,) * len(shape))
+            return self._small(mesh, shape, leaf, f"{elements} elements are fewer than min_shard={self.min_shard}")
         if not is_box(leaf):
             return _largest_over_fsdp(shape, mesh)
         resolution = resolve(leaf.names, shape, mesh, self.rules)
-        illegal = [axis for axis in spec_axes(resolution.spec) if axis not in PARAMETER_AXES]
+        illegal = [axis for axis in _spec_axes_of_a_layer(leaf.names, resolution.spec) if axis not in PARAMETER_AXES]
         if illegal:
             raise LayoutRefused(
                 f"The rules put {path} {shape} on axis {illegal[0]!r} (names {tuple(leaf.names)}), but a parameter "
-                f"may only split over {', '.join(PARAMETER_AXES)}. Point that rule at one of these or at None."
+                f"may only split over {', '.join(PARAMETER_AXES)}, and the layers of a bank over {STAGE}. Point that "
+                "rule at one of these or at None."
             )
         return resolution
+
+    def _small(self, mesh: Any, shape: tuple[int, ...], leaf: Any, reason: str) -> Resolution:
+        """Place a leaf that is too small to split: a bank's layers go to their stages all the same."""
+        names = tuple(name if name == LAYERS else None for name in leaf.names) if is_box(leaf) else (None,) * len(shape)
+        found = resolve(names, shape, mesh, [rule for rule in self.rules if rule[0] == LAYERS])
+        return dataclasses.replace(found, reasons=tuple(why and reason for why in found.reasons))
 
     def check(self, mesh: Mesh, tree: PyTree, shardings: PyTree, stacks: StackView = _NO_STACKS) -> None:
         """Refuse a placement that leaves too much of the parameters replicated.
@@ -167,7 +176,9 @@ class Layout:
             LayoutRefused: If a rule names a dimension that no parameter declares, or the replicated fraction exceeds
                 `tolerance`, naming the five largest leaves.
         """
-        self._refuse_unmatched_rules(tree)
+        if any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box))):
+            self.check_rules(tree)
+        self._refuse_copied_layers(mesh, tree, shardings)
         split_axes = {axis: mesh.shape[axis] for axis in PARAMETER_AXES if mesh.shape[axis] > 1}
         if not split_axes:
             return
@@ -200,22 +211,42 @@ class Layout:
         """Whether a leaf should be split: matrices of `min_shard` elements, not the scales and biases of a layer."""
         return len(_layer_shape(leaf)) > 1 and _elements(leaf) >= self.min_shard
 
-    def _refuse_unmatched_rules(self, tree: PyTree) -> None:
-        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo."""
+    def check_rules(self, tree: PyTree) -> None:
+        """Refuse a rule for a dimension that is in no default rule and in no parameter: most likely a typo.
+
+        Args:
+            tree: The variables as a module declares them, in boxes where it names dimensions.
+
+        Raises:
+            LayoutRefused: If there is such a rule, naming it and the name that is nearest.
+        """
         declared = {
             name for leaf in jax.tree.leaves(tree, is_leaf=is_box) if is_box(leaf) for name in leaf.names if name
         }
-        if not declared:
-            return
         known = declared | {name for name, _ in DEFAULT_RULES}
         for name, _ in self.rules:
             if name in known or name.startswith("activation_"):
                 continue
             guess = closest(name, sorted(known))
             hint = f" Did you mean {guess!r}?" if guess else ""
+            listed = ", ".join(sorted(declared)) or "none, as a plain Flax module's do"
             raise LayoutRefused(
                 f"The layout has a rule for {name!r}, but no parameter declares a dimension of that name; "
-                f"they declare {', '.join(sorted(declared))}.{hint} Names of activations start with 'activation_'."
+                f"they declare {listed}.{hint} Names of activations start with 'activation_'."
+            )
+
+    def _refuse_copied_layers(self, mesh: Mesh, tree: PyTree, shardings: PyTree) -> None:
+        """Refuse rules under which every stage would hold all layers."""
+        stages, places = mesh.shape[STAGE], named_leaves(shardings).values()
+        banks = [
+            sharding
+            for leaf, sharding in zip(jax.tree.leaves(tree, is_leaf=is_box), places, strict=True)
+            if is_box(leaf) and LAYERS in leaf.names
+        ]
+        if stages > 1 and banks and not any(STAGE in spec_axes(sharding.spec) for sharding in banks):
+            raise LayoutRefused(
+                f"The {stages} stages of a mesh with stage={stages} share out the layers of a bank, but the rules keep "
+                f"them whole on every stage. Leave the rule ('{LAYERS}', '{STAGE}') in the table, or use stage=1."
             )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:
@@ -223,7 +254,7 @@ class Layout:
         names = leaf.names if is_box(leaf) else (None,) * len(resolution.reasons)
         reasons = [str(refusal) for refusal in resolution.refusals]
         reasons = reasons or [
-            reason for name, reason in zip(names, resolution.reasons, strict=True) if reason and name != "layers"
+            reason for name, reason in zip(names, resolution.reasons, strict=True) if reason and name != LAYERS
         ]
         return "; ".join(dict.fromkeys(reasons)) or "its sharding says so"
 
@@ -297,7 +328,13 @@ def _layer_shape(leaf: Any) -> tuple[int, ...]:
     shape = tuple(_value(leaf).shape)
     if not is_box(leaf):
         return shape
-    return tuple(size for name, size in zip(leaf.names, shape, strict=True) if name != "layers")
+    return tuple(size for name, size in zip(leaf.names, shape, strict=True) if name != LAYERS)
+
+
+def _spec_axes_of_a_layer(names: tuple[str | None, ...], spec: PartitionSpec) -> tuple[str, ...]:
+    """List the axes that split a leaf, but for the stages that share a bank's layers out."""
+    is_shared_out = bool(names) and names[0] == LAYERS and len(spec) > 0 and spec[0] == STAGE
+    return spec_axes(PartitionSpec(*spec[1:]) if is_shared_out else spec)
 
 
 def _largest_over_fsdp(shape: tuple[int, ...], mesh: Any) -> Resolution:
@@ -330,24 +367,3 @@ def _largest_over_fsdp(shape: tuple[int, ...], mesh: Any) -> Resolution:
 
 def _divisors_descending(count: int) -> list[int]:
     return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
-
-
-def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
-    """Refuse a mesh with an axis that no model runs on.
-
-    Args:
-        mesh: A mesh with the six axes.
-        what: What was to run, for the error: "training" or "loading".
-
-    Raises:
-        LayoutRefused: If stage is larger than 1.
-    """
-    size = mesh.shape["stage"]
-    if size > 1:
-        sizes = {name: mesh.shape[name] for name in ("expert", "fsdp", "tensor", "sequence")}
-        sizes["fsdp"] *= size
-        named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
-        raise LayoutRefused(
-            f"{what} on a mesh with stage={size} is not available yet: models split over data, expert, fsdp, tensor "
-            f"and sequence. Use MeshSpec({named}) on the same devices."
-        )

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from dew.tree import closest
 
-__all__ = ["AXES", "BATCH_AXES", "MeshSpec", "as_mesh", "batch_divisor", "build_mesh", "device_grid"]
+__all__ = ["AXES", "BATCH_AXES", "MeshSpec", "as_mesh", "batch_divisor", "build_mesh", "device_grid", "microbatches_of"]
 
 AXES = ("data", "expert", "fsdp", "tensor", "sequence", "stage")
 """The axes of every mesh, outermost first: neighbours on the last axes are the closest devices."""
@@ -249,10 +249,26 @@ def _mesh_of_mapping(factors: dict[str, Any]) -> Mesh:
     return build_mesh(spec)
 
 
-def batch_divisor(mesh: Mesh) -> int:
-    """Count the shards that batch rows split over: a global batch is a multiple of it.
+def batch_divisor(mesh: Mesh, microbatches: int = 1) -> int:
+    """Count what a global batch is a multiple of: the shards that its rows split over, times the microbatches of each.
 
     Args:
         mesh: A mesh with the six axes.
+        microbatches: Microbatches of the pipeline; 1 where there is none.
     """
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
+
+
+def microbatches_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:
+    """Say how many microbatches a pipeline on a mesh runs: as many as it asks for, or one per stage.
+
+    Args:
+        mesh: Any spelling that `as_mesh` takes. A built mesh asks for nothing.
+
+    Returns:
+        The number; 1 without a pipeline.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh.shape.get("stage", 1)
+    asked = mesh if isinstance(mesh, Mapping) else {} if mesh is None else dataclasses.asdict(mesh)
+    return asked.get("microbatches") or asked.get("stage", 1)

@@ -19,7 +19,7 @@ from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import AXES, BATCH_AXES, batch_divisor
 from dew.tree import path_name
 
-__all__ = ["DataPartition", "batch_sharding", "data_partition", "shard_batch"]
+__all__ = ["DataPartition", "WholeBatch", "batch_sharding", "data_partition", "shard_batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,10 @@ class DataPartition:
                 "DataPartition needs count >= 1, readers >= 1 and 0 <= index < count. "
                 f"Received: index={self.index}, count={self.count}, readers={self.readers}"
             )
+
+
+class WholeBatch(dict):
+    """A host batch that every device is to hold whole, for rows that do not divide; every process gives all of them."""
 
 
 def data_partition(mesh: Mesh) -> DataPartition:
@@ -112,36 +116,39 @@ def batch_sharding(mesh: Mesh, shape: tuple[int, ...] = (), *, leading: int = 0)
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False) -> PyTree:
+def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, microbatches: int = 1) -> PyTree:
     """Assemble this process's share of a batch into global arrays.
 
     Args:
         mesh: A mesh with the six axes.
         host_batch: Tree of host arrays `[rows of this share, ...]`; a scalar is replicated. The arrays are copied, so
-            the caller may reuse its buffers.
+            the caller may reuse its buffers. A `WholeBatch` is not split: every device gets all of its rows.
         is_stacked: Whether the arrays are several batches, `[batches, rows of this share, ...]`; a vector `[batches]`
             is then replicated.
+        microbatches: Microbatches that a pipeline cuts each device's rows into.
 
     Returns:
         The tree of global arrays, placed by `batch_sharding`.
 
     Raises:
-        ValueError: If the global rows do not divide over the row shards, naming batch sizes that do.
+        ValueError: If the global rows do not divide over the row shards, or a shard's rows into the microbatches,
+            naming batch sizes that do.
     """
     lead = int(is_stacked)
-    is_alone = jax.process_count() == 1
-    divisor, count = batch_divisor(mesh), 1 if is_alone else data_partition(mesh).count
+    is_alone, is_whole = jax.process_count() == 1, isinstance(host_batch, WholeBatch)
+    divisor, count = batch_divisor(mesh), 1 if is_alone or is_whole else data_partition(mesh).count
+    host_batch = dict(host_batch) if is_whole else host_batch
     arrays, places = [], []
     flat, structure = jax.tree_util.tree_flatten_with_path(host_batch)
     for path, leaf in flat:
         # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
         local = np.array(leaf, copy=True)
-        if local.ndim > lead:
-            _check_rows(mesh, path, local.shape[lead] * count, divisor)
+        has_rows = local.ndim > lead and not is_whole
+        if has_rows:
+            _check_rows(mesh, path, local.shape[lead] * count, divisor, microbatches)
         arrays.append(local)
-        is_batch = local.ndim > lead
         whole = NamedSharding(mesh, PartitionSpec())
-        places.append(batch_sharding(mesh, local.shape, leading=lead) if is_batch else whole)
+        places.append(batch_sharding(mesh, local.shape, leading=lead) if has_rows else whole)
     if mesh.size == 1:
         # The arguments of a compiled function take a shorter way to the device than device_put; a small step is
         # mostly this.
@@ -163,13 +170,20 @@ def _on_one_device(place: NamedSharding) -> Any:
     return jax.jit(lambda arrays: arrays, out_shardings=place)
 
 
-def _check_rows(mesh: Mesh, path: Any, rows: int, divisor: int) -> None:
+def _check_rows(mesh: Mesh, path: Any, rows: int, shards: int, microbatches: int) -> None:
+    divisor = shards * microbatches
     if rows % divisor == 0 and rows:
         return
     below = rows // divisor * divisor
     works = [str(size) for size in (below, below + divisor) if size]
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
+    if rows % shards == 0 and rows:
+        raise ValueError(
+            f"Batch {path_name(path) or 'array'!r} has {rows // shards} rows on each of the {shards} row shards of the "
+            f"mesh ({axes}), which do not divide into microbatches={microbatches} of the pipeline "
+            f"(stage={mesh.shape['stage']}). Use a batch of {' or '.join(works)} rows, or other microbatches."
+        )
     raise ValueError(
-        f"Batch {path_name(path) or 'array'!r} has {rows} global rows, which do not divide over the {divisor} row "
+        f"Batch {path_name(path) or 'array'!r} has {rows} global rows, which do not divide over the {shards} row "
         f"shards of the mesh ({axes}). Use a batch of {' or '.join(works)} rows."
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -66,6 +67,9 @@ def host_value(leaf: Any) -> np.ndarray:
     """
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
+        # An array keeps the host value that it was asked for as long as it lives; that of a copy goes with it.
+        leaf = jnp.copy(leaf)
     return np.asarray(leaf)
 
 

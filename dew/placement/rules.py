@@ -19,7 +19,9 @@ from dew.tree import closest
 
 __all__ = [
     "DEFAULT_RULES",
+    "LAYERS",
     "PARAMETER_AXES",
+    "STAGE",
     "Refusal",
     "Resolution",
     "Rule",
@@ -32,9 +34,11 @@ Rule = tuple[str, str | tuple[str, ...] | None]
 
 PARAMETER_AXES = ("fsdp", "expert", "tensor")
 """The axes a stored parameter may split over."""
+LAYERS, STAGE = "layers", "stage"
+"""The dimension of a bank that counts layers, and the axis that may hold it and nothing else of a parameter."""
 
 DEFAULT_RULES: tuple[Rule, ...] = (
-    ("layers", None),
+    ("layers", "stage"),
     ("exp", "expert"),
     ("heads", "tensor"),
     ("kv", "tensor"),
@@ -49,6 +53,8 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     ("activation_batch", ("data", "expert")),
     ("activation_batch", "data"),
     ("activation_length", "sequence"),
+    ("activation_spread", ("sequence", "stage", "tensor")),
+    ("activation_spread", ("sequence", "stage")),
     ("activation_spread", ("sequence", "tensor")),
     ("activation_spread", "sequence"),
     ("activation_heads", "tensor"),

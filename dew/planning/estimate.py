@@ -16,9 +16,12 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from dew.inference.prefill import cache_shardings
+from dew.kernels.attention_choice import Accelerator
+from dew.nn.attention_report import attention_report
 from dew.objectives.language import LanguageModel
+from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
-from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
+from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
 from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
 from dew.placement.stacks import stack_view
@@ -43,6 +46,7 @@ class Estimate:
         gradients: Their gradients; with accumulation also the running sums.
         optimizer_state: Moments and counters.
         explanation: Where every leaf goes and why.
+        attention: Which attention kernel the layers take, a line per kind of layer.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
@@ -56,6 +60,7 @@ class Estimate:
     gradients: int
     optimizer_state: int
     explanation: Explanation
+    attention: tuple[str, ...] = ()
     refusal: str | None = None
 
     @property
@@ -118,6 +123,7 @@ def estimate_bytes(
     slots: int | None = None,
     accumulation: int = 1,
     master_dtype: Any = "float32",
+    device: Accelerator | None = None,
 ) -> Estimate:
     """Count what each device would hold to generate and to train.
 
@@ -130,6 +136,7 @@ def estimate_bytes(
         slots: Tokens of a row; None takes the model's longest context.
         accumulation: Batches per optimizer update.
         master_dtype: Dtype the weights are trained in; None takes the module's.
+        device: What the mesh is made of, for the choice of kernels; None means the device that programs run on here.
 
     Returns:
         The estimate; a layout that is refused on this mesh is reported in it, not raised.
@@ -145,7 +152,7 @@ def estimate_bytes(
             raise ValueError(f"{name} must be at least 1. Received: {name}={value}")
     declared = _declared(module)
     stacks = stack_view(module)
-    refusal = _refusal(layout, mesh, declared, stacks)
+    refusal = _refusal(module, layout, mesh, declared, stacks)
     cache = jax.eval_shape(lambda: module.init_cache(rows, slots))
     master = module if master_dtype is None else module.clone(param_dtype=master_dtype)
     trained = _declared(master)
@@ -164,6 +171,9 @@ def estimate_bytes(
         gradients=masters + sums,
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
         explanation=layout.explain(mesh, declared, stacks),
+        attention=tuple(
+            attention_report(module, mesh=mesh, num_tokens=slots, rows=max(1, rows // shards), device=device)
+        ),
         refusal=refusal,
     )
 
@@ -174,9 +184,9 @@ def _declared(module: Any) -> Any:
     return jax.eval_shape(lambda: objective.init(jax.random.key(0)))
 
 
-def _refusal(layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
+def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
-        refuse_unsupported_axes(mesh, "A model")
+        refuse_unstaged(mesh, module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:
         return str(error)

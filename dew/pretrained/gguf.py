@@ -26,6 +26,9 @@ MAX_METADATA_BYTES = 512 * 2**20
 MAX_ARRAY_ITEMS = 8_000_000
 """Of all arrays of a file together; a vocabulary of 256,000 tokens with its merges has a million."""
 DEFAULT_ALIGNMENT = 32
+GROUP_VALUES = 2048
+"""Values of a row that is given to the package, which expands 16 rows at once: more leave the cache, fewer spend the
+time on calls. Measured in ms per million values of Q4_K: 256 values 18.0, 2048 4.1, 16384 8.2."""
 STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
@@ -234,7 +237,15 @@ class GgufSource:
             return np.zeros((*raw.shape[:-1], raw.shape[-1] // block_bytes * block_size), np.float32)
         from gguf.constants import GGMLQuantizationType
 
-        return self._quants.dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(ggml_type))
+        blocks = np.ascontiguousarray(raw).reshape(-1, block_bytes)
+        # Blocks do not depend on each other, so they may be regrouped into rows that the package expands fast.
+        in_row = max(1, GROUP_VALUES // block_size)
+        even = len(blocks) // in_row * in_row
+        groups = [blocks[:even].reshape(-1, in_row * block_bytes), blocks[even:].reshape(1, -1)]
+        kind = GGMLQuantizationType(ggml_type)
+        expanded = [self._quants.dequantize(group, kind).reshape(-1) for group in groups if group.size]
+        values = expanded[0] if len(expanded) == 1 else np.concatenate(expanded)
+        return values.reshape(*raw.shape[:-1], raw.shape[-1] // block_bytes * block_size)
 
 
 class _Cursor:

@@ -1,7 +1,7 @@
 """Where a checkpoint comes from: a directory, a GGUF file, or a repository of the Hugging Face Hub.
 
 Entry point: `locate`. From the Hub only the files that are needed are fetched, through `huggingface_hub` with its
-cache, tokens, resumption and offline mode.
+cache, tokens and offline mode; it resumes a file within a process, whole files across processes.
 """
 
 import errno

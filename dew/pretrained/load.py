@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from dew.data.text import Tokenizer
 from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES, has_tokenizer
 from dew.nn.backbones.causal_transformer import CausalTransformer
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
-from dew.pretrained.families.fields import Fields
+from dew.pretrained.families.fields import MAX_LAYERS, Fields
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
@@ -35,7 +35,6 @@ from dew.pretrained.torch_pickle import open_pickled
 from dew.tree import closest, named_leaves, nested
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
-MAX_LAYERS = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +240,6 @@ def load_variables(
     """
     module = described.module if module is None else module
     dtype = None if param_dtype is None else compute_dtype(param_dtype)
-    refuse_unsupported_axes(mesh, "Loading a model")
     abstract, view = abstract_variables(module), stack_view(module)
     shardings = layout.shardings(mesh, abstract)
     layout.check(mesh, abstract, shardings, view)
@@ -251,8 +249,7 @@ def load_variables(
         source = canonical_names(source, {name for recipe in todo for name in recipe.sources}, described.source)
         ignorable = described.family.ignorable
         if module.tie_embeddings:
-            _check_tied(source, todo, described.source)
-            ignorable = (*ignorable, "lm_head.weight")
+            ignorable = (*ignorable, *_tied_head(source, todo, described.family, described.source))
         check_coverage(todo, source, ignorable, described.source)
         with showing(progress, f"Loading {Path(described.source).name}") as told:
             return nested(place(todo, named_leaves(shardings), source, dtype, progress=told))
@@ -319,6 +316,11 @@ def _describe_gguf(
     path: Path,
 ) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any], Callable[[], TensorSource]]:
     file = GgufFile(path)
+    num_files = file.metadata.get("split.count", 1)
+    if num_files != 1:
+        raise CheckpointError(
+            f"{path} is one of {num_files} files of a checkpoint. Join them first: llama-gguf-split --merge FIRST OUT"
+        )
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
         raise CheckpointError(
@@ -372,21 +374,24 @@ def _stored_dtype(config: dict[str, Any], path: Path) -> str:
     return largest if largest in COMPUTE_DTYPES else "float32"
 
 
-def _check_tied(source: TensorSource, todo: tuple[Recipe, ...], where: str) -> None:
-    """Check that a head stored beside a table it is tied to is the same, so that leaving it out changes nothing."""
-    if "lm_head.weight" not in set(source.names()):
-        return
+def _tied_head(source: TensorSource, todo: tuple[Recipe, ...], family: Family, where: str) -> tuple[str, ...]:
+    """Name the head that is stored beside the table it is tied to, checked to be the same: it is then left out."""
     table = next(recipe.sources[0] for recipe in todo if recipe.path == "params/embed_tokens/embedding")
-    same = table in set(source.names()) and source.info(table) == source.info("lm_head.weight")
-    rows, step = source.info("lm_head.weight").shape[0], 4096
-    for start in range(0, rows if same else 0, step):
-        index = (slice(start, min(start + step, rows)), slice(0, source.info(table).shape[1]))
-        same = same and np.array_equal(source.read(table, index), source.read("lm_head.weight", index))
-    for name in (table, "lm_head.weight"):
-        if name in set(source.names()):
+    head = next(weight.tensor for weight in family.weights if weight.path == "params/lm_head/embedding")
+    names = set(source.names())
+    if head not in names:
+        return ()
+    shape, step = source.info(head).shape, 4096
+    same = table in names and source.info(table) == source.info(head) and len(shape) == 2
+    for start in range(0, shape[0] if same else 0, step):
+        index = (slice(start, min(start + step, shape[0])), slice(0, shape[1]))
+        same = same and np.array_equal(source.read(table, index), source.read(head, index))
+    for name in (table, head):
+        if name in names:
             source.release(name)
     if not same:
         raise CheckpointError(
-            f"{where}: the config ties the head to {table}, but the file holds another lm_head.weight; nothing was "
-            "loaded. If the head is meant to be its own, set tie_word_embeddings to false in config.json."
+            f"{where}: the config ties the head to {table}, but the file holds another {head}; nothing was loaded. If "
+            "the head is meant to be its own, set tie_word_embeddings to false in config.json."
         )
+    return (head,)

@@ -1,7 +1,8 @@
 """Stream tensors of a checkpoint into sharded arrays, holding a bounded number of buffers beyond what is placed.
 
-Entry point: `place`. Each device's part is filled layer by layer from the mapped file, transposed in tiles by a few
-threads; pages of a tensor are given back when all parts have read it. Reading runs ahead of the copies to devices.
+Entry points: `place`, `planned_reads`. Each device's part is filled layer by layer from the mapped file, transposed in
+tiles by a few threads; pages of a tensor are given back when all parts have read it. Reading runs ahead of the copies
+to devices.
 """
 
 import collections
@@ -197,6 +198,27 @@ def _fill(
     finally:
         for future, _ in pending:
             future.cancel()
+
+
+def planned_reads(
+    recipe: Recipe, sharding: jax.sharding.Sharding, source: TensorSource
+) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """Say what `place` reads for a leaf, in its order, and read nothing.
+
+    Args:
+        recipe: The leaf.
+        sharding: Where it goes.
+        source: The checkpoint.
+
+    Yields:
+        The tensor, and the part of it that one read takes.
+    """
+    itemsize = leaf_dtype(recipe, source, None).itemsize
+    for parts in _groups(_parts(recipe.shape, sharding), itemsize):
+        buffers = [np.broadcast_to(np.uint8(0), part.shape) for part in parts]
+        for layer, name in enumerate(recipe.sources):
+            for covering, _, _ in _pieces(recipe, layer, parts, buffers, source.info(name).dtype.itemsize):
+                yield name, covering
 
 
 def _pieces(

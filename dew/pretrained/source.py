@@ -89,7 +89,13 @@ def contained(directory: Path, name: str) -> Path:
     if root.parent.name == "snapshots":
         roots.append(root.parent.parent / "blobs")
     path = directory / relative
-    resolved = path.resolve()
+    try:
+        resolved = path.resolve()
+        is_other = path.exists() and not path.is_file()
+    except (OSError, RuntimeError, UnicodeError) as error:  # links in a circle, names that no system takes
+        raise CheckpointError(f"{str(path)[:300]!r} cannot be a file of a checkpoint: {error}") from error
+    if is_other:
+        raise CheckpointError(f"{path} is not a file.")
     if not any(resolved.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(
             f"{path} is a link to {resolved}, outside of the checkpoint. Copy the file into {directory}, or load "

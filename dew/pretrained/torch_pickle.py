@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ from dew.pretrained.unpickle import StoredTensor, unpickle
 PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
 PICKLE_SINGLE_NAME = "pytorch_model.bin"
 MAX_PICKLE_BYTES = 64 * 2**20
-STORAGES = {
+STORAGES: dict[str, np.dtype[Any]] = {
     "DoubleStorage": np.dtype(np.float64),
     "FloatStorage": np.dtype(np.float32),
     "HalfStorage": np.dtype(np.float16),

@@ -42,6 +42,7 @@ class Report:
         self._steps = 0
         self._last_step = 0
         self._since = clock()
+        self._before = (0, 0.0, 0.0)  # steps, seconds and mass of the last line
 
     def add(self, result: StepResult) -> None:
         """Take a started step and write whatever is complete by now.
@@ -79,12 +80,15 @@ class Report:
 
     def _line(self, step: int) -> None:
         now = self._clock()
-        seconds = (now - self._since) / self._steps
+        steps, seconds, mass = self._steps, now - self._since, self._pooled["loss"].mass
+        before, self._before = self._before, (steps, seconds, mass)
+        if steps < self._every:
+            # A line is written when its last step is read, up to two steps late: the few after it would look fast.
+            steps, seconds, mass = steps + before[0], seconds + before[1], mass + before[2]
         if self._write is not None:
-            mass = self._pooled["loss"].mass / max(now - self._since, 1e-9)
             self._write(
                 f"step {step}/{self._total}: {_numbers(self._values(self._pooled))} - "
-                f"{seconds * 1e3:.0f} ms/step - {mass:.0f} scored/s"
+                f"{seconds / steps * 1e3:.0f} ms/step - {mass / max(seconds, 1e-9):.0f} scored/s"
             )
         self._pooled, self._steps, self._since = {}, 0, now
 

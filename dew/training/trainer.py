@@ -21,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
-from dew.placement.layout import Layout, refuse_unsupported_axes
-from dew.placement.mesh import MeshSpec, as_mesh
-from dew.placement.partition import batch_sharding, data_partition, shard_batch
+from dew.parallel.stages import microbatched_into, refuse_unstaged
+from dew.placement.layout import Layout
+from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of
+from dew.placement.partition import WholeBatch, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
@@ -48,6 +49,7 @@ class Trainer:
         key: Seed of the run: initial values, dropout.
         mesh: A `MeshSpec`, a mapping of its fields, a mesh, or None for all devices on data.
         layout: Where arrays live; None takes the default rules.
+        microbatches: Microbatches of a pipeline; None takes those of the `MeshSpec`, or one per stage.
         accumulation: Batches per optimizer update; their totals and masses are summed and
             divided once.
         checkpoints: Where runs are saved and resumed from; None saves nothing.
@@ -70,6 +72,7 @@ class Trainer:
         key: int = 0,
         mesh: Mesh | MeshSpec | Mapping[str, int] | None = None,
         layout: Layout | None = None,
+        microbatches: int | None = None,
         accumulation: int = 1,
         checkpoints: Checkpoints | None = None,
         step: StepFunction | None = None,
@@ -88,7 +91,7 @@ class Trainer:
         self.layout = Layout() if layout is None else layout
         self.accumulation = accumulation
         self.checkpoints = checkpoints
-        self._mesh_given = mesh
+        self._mesh_given, self._microbatches_given = mesh, microbatches
         self._step, self._carry, self._is_eager = step, carry, is_eager
 
     @functools.cached_property
@@ -97,11 +100,16 @@ class Trainer:
 
         Raises:
             ValueError: If its factors do not divide the devices.
-            LayoutRefused: If it uses an axis that training does not support.
+            LayoutRefused: If it has stages that the module's layers do not divide into.
         """
         mesh = as_mesh(self._mesh_given)
-        refuse_unsupported_axes(mesh, "training")
+        refuse_unstaged(mesh, self.objective.module)
         return mesh
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a pipeline cuts each device's rows into; 1 without stages."""
+        return self._microbatches_given or microbatches_of(self._mesh_given)
 
     @property
     def stacks(self) -> StackView:
@@ -111,7 +119,8 @@ class Trainer:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Enter the mesh and the rules that everything is traced under."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(self.layout.rules):
+        rules = nn.logical_axis_rules(self.layout.rules)
+        with jax.set_mesh(self.mesh), rules, microbatched_into(self.microbatches):
             yield
 
     def abstract_variables(self) -> Any:
@@ -227,12 +236,13 @@ class Trainer:
         """Prepare a host batch and split its rows, and positions, over the mesh.
 
         Args:
-            batch: A host batch as the objective's `prepare` reads it.
+            batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
 
         Raises:
             ValueError: If its rows do not divide, or the objective refuses it.
         """
-        return shard_batch(self.mesh, self.objective.prepare(batch))
+        prepared = _like(batch, self.objective.prepare(batch))
+        return shard_batch(self.mesh, prepared, microbatches=self.microbatches)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the training step for the shapes of a batch, without making or running anything.
@@ -404,7 +414,9 @@ class Trainer:
             with self.context():
                 return self._programs.one(state, placed, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
-        placed = shard_batch(self.mesh, jax.tree.map(lambda *leaves: np.stack(leaves), *prepared), is_stacked=True)
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *prepared)
+        stacked = _like(batches[0], stacked)
+        placed = shard_batch(self.mesh, stacked, is_stacked=True, microbatches=self.microbatches)
         with self.context():
             return self._programs.several(state, placed)
 
@@ -423,6 +435,10 @@ class Trainer:
     @functools.cached_property
     def _evaluation_key(self) -> jax.Array:
         return jax.random.key_data(jax.random.key(self.key))
+
+
+def _like(batch: Mapping[str, Any], prepared: dict[str, Any]) -> dict[str, Any]:
+    return WholeBatch(prepared) if isinstance(batch, WholeBatch) else prepared
 
 
 def position_of(stream: Any) -> Any:

@@ -55,6 +55,11 @@ def kernel(width=4, features=3, seed=7):
     return rng.normal(size=(width, features)).astype("float32"), rng.normal(size=features).astype("float32")
 
 
+def weights_of(model):
+    """Copy the weights of a model of either library; Keras' own get_weights warns under newer NumPy."""
+    return [np.asarray(weight.value) for weight in model.weights] if hasattr(model, "weights") else model.get_weights()
+
+
 def twins(features=3, mesh=None, **compile_arguments):
     """Build a dew_keras model and a keras model with the same weights and settings."""
     weight, bias = kernel(features=features)

@@ -1,16 +1,11 @@
 """Two processes fit one model: both decide the same, and only the first one prints and writes."""
 
 import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.processes import run_pool
 
 PROGRAM = """
 import json, os, pathlib, sys
@@ -63,27 +58,8 @@ result = [history.history, score, again, files, post.call_count, stopping.best_e
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pool")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = dict(
-        os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu"
-    )
-    env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "DEW_PROCESS_COUNT": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder)],
-            env=env | {"DEW_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in started]
-    for process, (_, err) in zip(started, outputs, strict=True):
-        assert process.returncode == 0, err[-4000:]
-    return [(json.loads((folder / f"result{i}.json").read_text()), outputs[i][0]) for i in range(2)]
+    outputs = run_pool(PROGRAM, str(folder))
+    return [(json.loads((folder / f"result{i}.json").read_text()), outputs[i]) for i in range(2)]
 
 
 def test_both_processes_decide_the_same(pool):

@@ -1,5 +1,6 @@
 """What compile cannot honour is an error at compile, with the name and the next step."""
 
+import inspect
 import json
 
 import keras
@@ -34,6 +35,8 @@ def compiles(module=None, **arguments):
         ({"sampler": "topk"}, r"Did you mean 'top_k'.*Received: sampler='topk'"),
         ({"dtype": "float8"}, r"Unknown dtype name"),
         ({"remat": "full"}, r"Linear decides it in its own code"),
+        ({"schedule": "1f1b"}, r"Linear has none. Received: schedule='1f1b'"),
+        ({"mesh": {"stage": 2}}, r"stage=2 pipelines a layer stack, and Linear has none"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulation": 2}, r"not both"),
     ],
 )
@@ -50,7 +53,8 @@ def test_a_bad_argument_is_refused_at_compile(arguments, text):
         ({"metrics": "accuracy"}, r"Expected `metrics` argument to be a list or tuple. Received: metrics='accuracy'"),
         ({"loss_weights": [2.0]}, r"Received: loss_weights=\[2.0\]"),
         ({"remat": "minimal"}, r"minimal"),
-        ({"mesh": {"stage": 2}}, r"stage"),
+        ({"mesh": {"stage": 8}}, r"stage=8 does not divide the model's 4 layers. Use stage=2 or 4"),
+        ({"schedule": "zigzag"}, r"schedule must be 'gpipe' or '1f1b'"),
     ],
 )
 def test_a_language_model_refuses_what_it_cannot_do(arguments, text):
@@ -98,3 +102,25 @@ def test_what_no_file_can_hold_is_named(arguments, message):
     model.compile(**arguments)
     with pytest.raises(ValueError, match=message):
         model.get_compile_config()
+
+
+VERBS = (
+    *("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch", "summary"),
+    *("get_weights", "set_weights", "save", "save_weights", "load_weights", "reset_metrics", "get_compile_config"),
+    *("compile_from_config", "compute_loss", "compute_metrics"),
+)
+OWN_DEFAULTS = {"compile": {"optimizer", "loss", "weighted_metrics"}}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_arguments_are_those_of_keras_in_its_order_with_its_defaults(verb):
+    ours, theirs = (
+        {
+            name: parameter.default
+            for name, parameter in inspect.signature(getattr(model, verb)).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        for model in (dew_keras.Model, keras.Model)
+    )
+    assert list(ours) == list(theirs)
+    assert {name for name in ours if ours[name] != theirs[name]} == OWN_DEFAULTS.get(verb, set())

@@ -303,3 +303,17 @@ def test_backup_and_restore_goes_on_after_a_crash(tmp_path):
     np.testing.assert_allclose(train_resumed(), want[2:], rtol=1e-6)
     for got, expected in zip(resumed.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_stop_evaluating_and_stop_predicting_end_their_pass_as_in_keras():
+    x, y, _ = rows(12)
+    found = []
+    for model in twins(optimizer="sgd", loss="mse"):
+        hook = keras.callbacks.LambdaCallback()
+        hook.on_test_batch_end = lambda batch, logs=None, m=model: setattr(m, "stop_evaluating", batch == 1)
+        hook.on_predict_batch_end = lambda batch, logs=None, m=model: setattr(m, "stop_predicting", batch == 0)
+        loss = model.evaluate(x, y, 4, 0, callbacks=[hook])
+        found.append((loss, model.evaluate(x[:8], y[:8], 4, 0), len(model.predict(x, 4, 0, callbacks=[hook]))))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    np.testing.assert_allclose(found[0][0], found[0][1], rtol=1e-6)
+    assert found[0][2] == 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dew_keras
-from dew.placement.partition import DataPartition
+from dew.placement.partition import DataPartition, WholeBatch
 from dew_keras.arrays import count_rows, keras_arrays
 from dew_keras.inputs import ArraySource, RowSharing
 from dew_keras.streams import SlicedSource, keras_source
@@ -58,15 +58,13 @@ def test_processes_take_disjoint_shares_of_the_same_batches():
         np.testing.assert_array_equal(np.concatenate([part["x"] for _, part in parts]), batch["x"])
 
 
-def test_repeated_rows_keep_the_statistics_of_a_short_batch():
-    x = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
-    source = keras_source(x, batch_size=8, sharing=ON_EIGHT)
-    source.filling = "repeats"
-    (_, first), (count, last) = taken(source)
-    assert (len(first["x"]), count, len(last["x"])) == (8, 3, 24)
-    np.testing.assert_allclose(last["x"].mean(0), x[8:].mean(0), rtol=1e-6)
-    np.testing.assert_allclose(last["x"].var(0), x[8:].var(0), rtol=1e-5)
-    assert last["rows"].sum() == 3
+def test_where_rows_may_meet_a_batch_that_does_not_divide_is_given_whole_to_every_process():
+    x = np.arange(11, dtype="float32")[:, None]
+    sharing = RowSharing(8, DataPartition(1, 2), fills=False)
+    (_, first), (count, last) = taken(keras_source(x, batch_size=8, sharing=sharing))
+    np.testing.assert_array_equal(first["x"], x[4:8])
+    assert (type(first), type(last), count, last.keys()) == (dict, WholeBatch, 3, {"x"})
+    np.testing.assert_array_equal(last["x"], x[8:])
 
 
 def test_steps_per_epoch_goes_on_where_the_last_epoch_stopped():
@@ -94,6 +92,51 @@ class Batches(keras.utils.PyDataset):
         self.calls.append("end")
 
 
+def test_batches_of_a_dataset_have_an_order_of_their_own_in_every_epoch():
+    x = np.arange(24, dtype="float32")[:, None]
+
+    def order(seed, epoch, start=0, peeks=False):
+        dataset = Batches((x,), 2)
+        source = keras_source(dataset, batch_size=None, sharing=RowSharing(), seed=seed)
+        if peeks:
+            source.example()
+        found = [int(batch.data["x"][0, 0]) // 2 for batch in source.open(epoch, start)]
+        assert dataset.calls == ["begin", "end"]
+        return found
+
+    assert order(None, 3) == list(range(12)) == sorted(order(0, 3))
+    assert order(0, 0) != order(0, 1)
+    assert order(0, 0) != order(1, 0)
+    # The batch that was taken for its shapes stands where the order puts it, whatever epoch begins, and in the middle.
+    for epoch in (0, 3):
+        assert order(0, epoch, peeks=True) == order(0, epoch)
+        assert order(0, epoch, 5, peeks=True) == order(0, epoch)[5:]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_fit_shuffles_the_batches_of_a_dataset_as_keras_does_and_evaluate_does_not(workers):
+    x, y, _ = rows(16)
+
+    class Numbered(Batches):
+        def __getitem__(self, index):
+            seen.append(index)
+            return super().__getitem__(index)
+
+    for model in twins(optimizer="sgd", loss="mse"):
+        dataset = Numbered((x, y), 2)
+        dataset.workers = workers
+        seen, taken_by_shuffle = [], {}
+        for shuffle in (True, False):
+            seen.clear()
+            model.fit(dataset, epochs=2, verbose=0, shuffle=shuffle)
+            taken_by_shuffle[shuffle] = seen[-8:]
+            assert sorted(seen[-8:]) == list(range(8))
+        seen.clear()
+        model.evaluate(dataset, verbose=0)
+        if workers == 1:
+            assert taken_by_shuffle[True] != list(range(8)) == taken_by_shuffle[False] == seen[-8:]
+
+
 def test_datasets_generators_and_iterables_train_as_arrays_do():
     x, y, weight = rows(10)
 
@@ -104,13 +147,26 @@ def test_datasets_generators_and_iterables_train_as_arrays_do():
     want = twins(optimizer="sgd", loss="mse")[0].fit(x, y, 4, 2, 0, sample_weight=weight, shuffle=False).history
     dataset = Batches((x, y, weight), 4)
     for data in (dataset, Loader()):
-        got = twins(optimizer="sgd", loss="mse")[0].fit(data, epochs=2, verbose=0).history
+        got = twins(optimizer="sgd", loss="mse")[0].fit(data, epochs=2, verbose=0, shuffle=False).history
         np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
     assert dataset.calls == ["begin", "end"] * 2
     endless = (tuple(batch) for _ in range(9) for batch in Loader())
     got = twins(optimizer="sgd", loss="mse")[0].fit(endless, epochs=2, steps_per_epoch=3, verbose=0).history
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
     assert len(next(endless)[0]) == 4, "no batch beyond those trained on was taken"
+
+
+def test_a_dataset_may_give_the_inputs_alone_as_in_keras():
+    x, _, _ = rows(10)
+
+    class Inputs(Batches):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0]
+
+    ours, theirs = twins(optimizer="sgd", loss="mse")
+    np.testing.assert_allclose(
+        ours.predict(Inputs((x,), 4), verbose=0), theirs.predict(Inputs((x,), 4), verbose=0), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_validation_split_is_the_end_of_the_rows_before_shuffling():

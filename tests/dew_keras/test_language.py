@@ -214,7 +214,9 @@ def test_a_high_rate_on_pretrained_weights_warns():
 
 
 def test_a_preset_costs_nothing_until_a_mesh_is_known(tmp_path):
-    model = dew_keras.Model.from_preset("tests/fixtures/qwen3")
+    tokenizer = tiny_tokenizer()
+    model = dew_keras.Model.from_preset("tests/fixtures/qwen3", tokenizer=tokenizer)
+    assert model.tokenizer is tokenizer
     assert model.variables is None
     model.compile(mesh={"fsdp": 8}, layout=SPLIT_ALL)
     assert all(leaf.sharding.mesh == model.mesh for leaf in jax.tree.leaves(model.variables))

@@ -2,13 +2,14 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
 import dew_keras
 from dew.placement.mesh import MeshSpec, build_mesh
-from tests.dew_keras.nets import Linear, Regularised, rows
+from tests.dew_keras.nets import Linear, Regularised, kernel, rows, weights_of
 
 
 class Normed(nn.Module):
@@ -73,7 +74,7 @@ def test_batch_normalisation_equals_that_of_keras(batch_size):
     ours = dew_keras.Model(Normed(), variables=variables)
     ours.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"], mesh={"data": 4, "fsdp": 2})
     theirs.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
-    # 12 rows in batches of 4 and 6 fill no mesh of 8: rows are repeated, not the statistics changed.
+    # 12 rows in batches of 4 and 6 fill no mesh of 8.
     arguments = {"shuffle": False, "verbose": 0, "validation_data": (x[:7], y[:7])}
     got, want = (m.fit(x, y, batch_size, 3, **arguments).history for m in (ours, theirs))
     for name in want:
@@ -82,6 +83,47 @@ def test_batch_normalisation_equals_that_of_keras(batch_size):
     np.testing.assert_allclose(kept["mean"], norm.moving_mean.value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(kept["var"], norm.moving_variance.value, rtol=1e-5)
     np.testing.assert_allclose(ours.predict(x, verbose=0), theirs.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+class Centred(nn.Module):
+    """Rows meet in the mean and in the number of rows."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Apply it."""
+        return nn.Dense(3, name="dense")(jnp.cumsum(x - x.mean(0), 0) * x.shape[0])
+
+
+@pytest.mark.parametrize("mesh, per_execution", [({"data": 8}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 2)])
+def test_rows_that_meet_inside_a_module_are_those_of_the_batch_on_every_mesh(mesh, per_execution):
+    x, y, weight = rows(13)
+    start = {"params": {"dense": dict(zip(("kernel", "bias"), kernel(), strict=True))}}
+    inputs = keras.Input((4,))
+    centred = keras.layers.Lambda(
+        lambda x: keras.ops.cumsum(x - keras.ops.mean(x, 0), 0) * keras.ops.shape(x)[0], output_shape=(4,)
+    )(inputs)
+    theirs = keras.Model(inputs, keras.layers.Dense(3)(centred))
+    theirs.set_weights(list(kernel()))
+    ours = dew_keras.Model(Centred(), variables=start)
+    layout = dew_keras.Layout(min_shard=1, tolerance=1)
+    ours.compile(
+        keras.optimizers.SGD(1e-3), "mse", metrics=["mae"], mesh=mesh, layout=layout, steps_per_execution=per_execution
+    )
+    theirs.compile(keras.optimizers.SGD(1e-3), "mse", metrics=["mae"])
+    if "fsdp" in mesh:
+        ours.build(x)
+        assert not ours.variables["params"]["dense"]["kernel"].sharding.is_fully_replicated
+    # Batches of 3 divide no mesh here, and of 8 all but the last.
+    for batch_size in (3, 8):
+        arguments = {"shuffle": False, "verbose": 0, "validation_data": (x[:5], y[:5]), "sample_weight": weight}
+        got, want = (m.fit(x, y, batch_size, 2, **arguments).history for m in (ours, theirs))
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
+        for a, b in zip(ours.get_weights(), weights_of(theirs)[::-1], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            ours.predict(x, batch_size, 0), theirs.predict(x, batch_size, 0), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_dropout_acts_in_training_only_and_follows_the_seed():
@@ -115,6 +157,10 @@ def test_several_inputs_are_passed_by_name_or_position(form):
     trained = model.fit(inputs, y, 5, 1, 0).history["loss"][0]
     assert trained > 5000, "the module was told that it trains"
     assert model.predict(inputs, verbose=0).shape == (10, 3)
+    assert model.evaluate(inputs, y, verbose=0) < 50
+    for verb in (model.evaluate, model.fit):  # a tuple is a tuple of inputs, never (x, y), as in Keras
+        with pytest.raises(ValueError, match=r"'mse' needs targets, and y is missing.*a tuple of inputs"):
+            verb((x, y), verbose=0)
     assert np.abs(model.predict(inputs, verbose=0)).max() < 50
 
 

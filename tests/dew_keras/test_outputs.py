@@ -8,7 +8,7 @@ import pytest
 
 import dew_keras
 from dew_keras.outputs import Output, align_targets, flatten_outputs, per_output
-from tests.dew_keras.nets import rows
+from tests.dew_keras.nets import rows, weights_of
 
 HEADS = ("p", "q", "r")
 
@@ -174,3 +174,35 @@ def test_several_metrics_of_one_tuple_of_outputs_have_keras_names():
     got = ours.evaluate(x, y, 4, 0, sample_weight=weight, return_dict=True)
     want = theirs.evaluate(x, y, 4, 0, sample_weight=weight, return_dict=True)
     np.testing.assert_allclose(numbers(got), numbers(want), rtol=1e-5)
+
+
+def test_a_list_of_targets_goes_to_a_dict_of_outputs_in_keras_order():
+    x, y, _ = rows(10)
+    inputs = keras.Input((4,))
+    theirs = keras.Model(inputs, {name: keras.layers.Dense(3, name=name)(inputs) for name in ("b", "a")})
+    ours = dew_keras.Model(
+        Pair(),
+        variables={
+            "params": {
+                name: dict(zip(("kernel", "bias"), weights_of(theirs.get_layer(name)), strict=True))
+                for name in ("a", "b")
+            }
+        },
+    )
+    found = []
+    for model in (ours, theirs):
+        model.compile("sgd", ["mse", "mae"], weighted_metrics=[["mae"], ["mse"]])
+        found.append(model.fit(x, [y, -y], 4, 2, 0, shuffle=False).history)
+        found[-1] |= model.evaluate(x, [y, -y], verbose=0, return_dict=True)
+    assert list(found[0]) == list(found[1])
+    for name, values in found[1].items():
+        np.testing.assert_allclose(found[0][name], values, rtol=1e-5, err_msg=name)
+
+
+class Pair(nn.Module):
+    """Two heads in a flat dict, not in the order of their names."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Apply them."""
+        return {"b": nn.Dense(3, name="b")(x), "a": nn.Dense(3, name="a")(x)}

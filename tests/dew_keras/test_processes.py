@@ -1,19 +1,11 @@
 """Two processes that hold a model together save it once and go on with it, as one process does."""
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import numpy as np
 
 import dew_keras
 from tests.dew_keras.nets import Linear, rows
 from tests.dew_keras.texts import tiny_language_module
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.processes import results, run_pool
 
 PROGRAM = """
 import json, pathlib, sys
@@ -44,7 +36,7 @@ except OSError as error:
     failed = str(error)
 print("RESULT " + json.dumps([losses, [float(w.sum()) for w in weights], failed]))
 """
-X, Y, _ = rows(8, classes=64)
+X, Y, _ = rows(10, classes=64)  # the last batch does not divide over the four devices
 LAYOUT = dew_keras.Layout(min_shard=64)
 
 
@@ -60,34 +52,9 @@ def language():
     return model
 
 
-def pool(program, *arguments):
-    """Run a program in two processes of two devices each and return what each printed."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = dict(
-        os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu"
-    )
-    env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "DEW_PROCESS_COUNT": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env=env | {"DEW_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    for process, (_, err) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, err
-    return [json.loads(out.split("RESULT ")[1]) for out, _ in outputs]
-
-
 def test_two_processes_save_once_what_they_hold_together(tmp_path):
     (tmp_path / "file").touch()
-    first, second = pool(PROGRAM, str(tmp_path))
+    first, second = results(run_pool(PROGRAM, str(tmp_path)))
     assert first[:2] == second[:2]
     assert "file" in first[2]
     assert "Process 0 could not write" in second[2]

@@ -87,3 +87,48 @@ def test_validation_data_may_come_in_batches_of_its_own():
     model.compile("sgd", "mse")
     history = model.fit(x, y, 4, verbose=0, validation_data=((x, y) for _ in range(1)))
     np.testing.assert_allclose(history.history["val_loss"][0], model.evaluate(x, y, verbose=0), rtol=1e-6)
+
+
+def test_a_rule_that_matches_nothing_in_a_plain_module_is_refused_when_data_shows_it():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse", mesh={"fsdp": 8})
+    model.fit(x, y, verbose=0)
+    before = model.get_weights()
+    model.compile("sgd", "mse", layout=dew.Layout(rules={"embd": "fsdp"}), mesh={"fsdp": 8})
+    with pytest.raises(dew.placement.LayoutRefused, match=r"a rule for 'embd'.*none, as a plain Flax module's do"):
+        model.fit(x, y, verbose=0)
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_inputs_of_another_shape_are_named_with_what_the_layer_expects():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse")
+    model.fit(x, y, verbose=0)
+    for verb in (lambda: model.predict(x[:, :3], verbose=0), lambda: model.fit(x[:, :3], y, verbose=0)):
+        with pytest.raises(
+            ValueError, match=r"Inputs of shape \(8, 3\) do not fit Linear: dense holds .*'kernel' of shape \(4, 3\)"
+        ):
+            verb()
+    assert model.predict(x, verbose=0).shape == (8, 3)
+
+
+@pytest.mark.parametrize("shuffle", ["batch", None, 0.5])
+def test_a_shuffle_that_is_no_truth_value_is_refused(shuffle):
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="shuffle must be True"):
+        model.fit(x, y, verbose=0, shuffle=shuffle)
+
+
+def test_summary_says_which_weights_are_below_min_shard():
+    x, _, _ = rows(8)
+    model = dew_keras.Model(Linear(8))
+    model.compile("sgd", "mse", mesh={"fsdp": 8}, layout=dew.Layout(min_shard=32))
+    model.build(x)
+    said = []
+    model.summary(print_fn=said.append)
+    assert "fewer elements than min_shard=32, so whole: 1 leaves (params/dense/bias)" in said[0]

@@ -3,8 +3,11 @@
 And what cannot be done is refused with its name, before anything changes.
 """
 
+import copy
 import os
+import pickle
 import signal
+import warnings
 
 import flax
 import keras
@@ -13,7 +16,7 @@ import pytest
 
 import dew_keras
 from dew_keras.interrupts import InterruptGate
-from tests.dew_keras.nets import Linear, rows, twins
+from tests.dew_keras.nets import Linear, rows, twins, weights_of
 from tests.tiny import tiny_batch, tiny_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -122,7 +125,7 @@ def test_data_that_fails_leaves_the_weights_of_the_batches_before(model, error):
 def test_a_batch_that_cannot_be_trained_changes_nothing(model):
     x, y, _ = rows(8)
     before = model.get_weights()
-    with pytest.raises(flax.errors.ScopeParamShapeError):
+    with pytest.raises(ValueError, match=r"Inputs of shape \(8, 7\) do not fit Linear"):
         model.train_on_batch(np.ones((8, 7), "float32"), y)
     with pytest.raises((ValueError, TypeError)):
         model.fit(x, np.ones((8, 5, 2), "float32"), verbose=0)
@@ -194,8 +197,8 @@ def test_terminate_on_nan_stops_the_fit(model, raise_error):
 REFUSED = {
     "callbacks=[3]": (TypeError, "callbacks must be .* Received: 3 of type int"),
     "callbacks=[keras.callbacks.EarlyStopping]": (TypeError, "made as in EarlyStopping()"),
-    "epochs=1.5": (ValueError, "epochs must be a positive integer. Received: epochs=1.5"),
-    "epochs=0": (ValueError, "epochs must be a positive integer"),
+    "epochs=1.5": (ValueError, "epochs must be 0 or a positive integer. Received: epochs=1.5"),
+    "epochs=-1": (ValueError, "epochs must be 0 or a positive integer. Received: epochs=-1"),
     "epochs=True": (ValueError, "epochs must be"),
     "initial_epoch=-1": (ValueError, "initial_epoch must be 0 or a positive integer"),
     "verbose='yes'": (ValueError, "verbose must be .* Received: verbose='yes'"),
@@ -313,3 +316,118 @@ def test_a_fit_inside_a_hook_is_refused_and_the_outer_one_goes_on():
 
     assert len(model.fit(x, y, 4, 2, 0, [Nested()]).history["loss"]) == 2
     assert_agrees(model, x, y)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_compile_and_close_inside_a_hook_of_a_verb_are_refused_and_the_verb_goes_on(verb):
+    x, y, _ = rows(16)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse")
+    want = model.evaluate(x, y, verbose=0)
+    seen = []
+
+    class Meddles(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            for change in (lambda: self.model.compile("adam", "mae"), self.model.close):
+                with pytest.raises(RuntimeError, match=f"cannot be called from a callback while {verb} runs"):
+                    change()
+            seen.append(batch)
+
+        on_predict_batch_end = on_test_batch_end
+
+    data = (x, y) if verb == "evaluate" else (x,)
+    getattr(model, verb)(*data, batch_size=8, verbose=0, callbacks=[Meddles()])
+    assert seen == [0, 1]
+    np.testing.assert_allclose(model.evaluate(x, y, verbose=0), want, rtol=1e-6)
+    model.compile("adam", "mae")
+    model.close()
+
+
+def test_no_epochs_give_an_empty_history_as_in_keras():
+    x, y, _ = rows(8)
+    for model in twins(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True), loss="mse"):
+        calls = []
+        hook = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs, calls=calls: calls.append("begin"),
+            on_train_end=lambda logs, calls=calls: calls.append(logs),
+        )
+        before = weights_of(model)
+        history = model.fit(x, y, 4, 0, 0, [hook], validation_data=(x, y))
+        assert (history.history, history.epoch, calls) == ({}, [], ["begin", {}])
+        for got, want in zip(weights_of(model), before, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_keras_config_caps_epochs_and_steps_as_in_keras():
+    x, y, _ = rows(24)
+    found = []
+    for model in twins(optimizer="sgd", loss="mse"):
+        keras.config.set_max_epochs(2)
+        keras.config.set_max_steps_per_epoch(2)
+        try:
+            steps = []
+            hook = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, s=steps: s.append(batch))
+            hook.on_test_batch_end = hook.on_predict_batch_end = hook.on_train_batch_end
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                model.fit(x, y, 4, 5, 0, [hook], shuffle=False, validation_data=(x, y))
+                model.evaluate(x, y, 4, 0, callbacks=[hook])
+                rows_given = len(model.predict(x, 4, 0, callbacks=[hook]))
+            words = {str(w.message).split(",")[0] for w in warned if "Limiting" in str(w.message)}
+            found.append((steps, rows_given, words))
+            model.fit(x, y, 4, 1, 0, steps_per_epoch=1)  # below both: no warning
+            model.test_on_batch(x, y)
+        finally:
+            keras.config.set_max_epochs(None)
+            keras.config.set_max_steps_per_epoch(None)
+    assert found[0] == found[1]
+    assert found[0][1:] == (8, {"Limiting epochs to 2", "Limiting steps_per_epoch to 2"})
+
+
+def test_a_deep_copy_trains_on_alone_with_the_optimizer_as_it_was():
+    x, y, _ = rows(16)
+    model = dew_keras.Model(Linear())
+    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae", keras.metrics.MeanSquaredError()])
+    model.fit(x, y, 8, verbose=0)
+    model.optimizer.learning_rate = 0.01
+    twin = copy.deepcopy(model)
+    assert twin.optimizer is not model.optimizer
+    assert int(twin.optimizer.iterations) == 2
+    before = model.get_weights()
+    got = twin.fit(x, y, 8, 2, 0, shuffle=False).history
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    want = model.fit(x, y, 8, 2, 0, shuffle=False).history
+    assert got == want
+    with pytest.raises(TypeError, match=r"save\('name\.keras'\)"):
+        pickle.dumps(model)
+    bare = copy.deepcopy(dew_keras.Model(Linear(), name="bare"))
+    assert (bare.name, bare.compiled, bare.built) == ("bare", False, False)
+    assert bare.predict(x, verbose=0).shape == (16, 3)
+
+
+class Doubled(flax.linen.Module):
+    """No parameters."""
+
+    @flax.linen.compact
+    def __call__(self, x):
+        """Double three columns."""
+        return 2 * x[:, :3]
+
+
+def test_a_module_without_parameters_goes_through_every_verb(tmp_path):
+    x, y, _ = rows(10)
+    model = dew_keras.Model(Doubled())
+    model.compile("adam", "mse", mesh={"fsdp": 8})
+    want = np.mean((2 * x[:, :3] - y) ** 2)
+    found = [*model.fit(x, y, 4, verbose=0).history["loss"], model.evaluate(x, y, verbose=0)]
+    found += [model.train_on_batch(x, y), model.test_on_batch(x, y)]
+    model.set_weights(model.get_weights())
+    model.summary(print_fn=lambda text: None)
+    model.save_weights(tmp_path / "a.weights.h5")
+    model.load_weights(tmp_path / "a.weights.h5")
+    model.save(tmp_path / "m.keras")
+    again = dew_keras.load_model(tmp_path / "m.keras", {"Doubled": Doubled})
+    found += [again.evaluate(x, y, verbose=0), copy.deepcopy(model).evaluate(x, y, verbose=0)]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    np.testing.assert_array_equal(again.predict(x, verbose=0), 2 * x[:, :3])

@@ -516,3 +516,61 @@ def test_masters_in_a_file_are_exact_where_the_model_keeps_fewer_bits(tmp_path):
         weights_equal(other, whole)
     last.save(tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_model_loads_compiled_where_its_mesh_does_not_fit(tmp_path):
+    model = linear()
+    model.fit(X, Y, 4, verbose=0)
+    model.save(tmp_path / "m.keras")
+    with zipfile.ZipFile(tmp_path / "m.keras") as file:
+        compiled = json.loads(file.read("config.json"))["compile"]
+    _edit(tmp_path / "m.keras", compile=compiled | {"mesh": {"fsdp": 16, "tensor": 2}})
+    with pytest.warns(UserWarning, match=r"mesh=\{'fsdp': 16, 'tensor': 2\}, which is not possible here.*on data"):
+        again = dew_keras.load_model(tmp_path / "m.keras", CUSTOM)
+    assert dict(again.mesh.shape)["data"] == 8
+    assert int(again.optimizer.iterations) == int(model.optimizer.iterations) > 0
+    got, want = (m.fit(X, Y, 4, verbose=0).history["loss"] for m in (again, model))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+JUNK = (None, 7, "word", [], {}, {"a": 1}, [[1]])
+COMPILE_KEYS = ("optimizer", "loss", "metrics", "mesh", "layout", "sampler", "accumulation", "dtype", "no_such_option")
+
+
+def _refusal(path):
+    try:
+        dew_keras.load_model(path, CUSTOM)
+    except ValueError as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*was compiled with mesh")
+@pytest.mark.parametrize("key", ["module", "name", "seed", "end_of_turn", "pretrained", "model", "compile"])
+def test_a_damaged_description_is_a_named_error_or_loads(tmp_path, saved, key):
+    with zipfile.ZipFile(saved / "m.keras") as file:
+        config = json.loads(file.read("config.json"))
+    path = tmp_path / "m.keras"
+    changes = [{key: junk} for junk in JUNK]
+    if key == "compile":
+        changes += [{key: config[key] | {name: junk}} for name in COMPILE_KEYS for junk in JUNK]
+    for change in changes:
+        shutil.copy(saved / "m.keras", path)
+        _edit(path, **change)
+        error = _refusal(path)
+        assert error is None or "m.keras" in str(error), change
+    shutil.copy(saved / "m.keras", path)
+    _replace(path, {"config.json": json.dumps({name: value for name, value in config.items() if name != key})})
+    with pytest.raises(DamagedFileError, match=rf"m\.keras is damaged.*{key}='nothing'"):
+        dew_keras.load_model(path, CUSTOM)
+
+
+def test_sharded_weights_files_are_refused_by_name(tmp_path):
+    model = linear()
+    model.build(X)
+    for verb in (lambda: model.save_weights(tmp_path / "a.weights.json"), lambda: model.load_weights("a.weights.json")):
+        with pytest.raises(ValueError, match=r"Weights in several files.*Use a path that ends in `\.weights\.h5`"):
+            verb()
+    with pytest.raises(ValueError, match="max_shard_size is not available: one file of any size"):
+        model.save_weights(tmp_path / "a.weights.h5", max_shard_size=1)
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 from flax.core import freeze
 
 import dew_keras
-from tests.dew_keras.nets import Linear, Regularised, kernel, rows
+from tests.dew_keras.nets import Linear, Regularised, kernel, rows, twins, weights_of
 
 MAE = keras.metrics.MeanAbsoluteError
 
@@ -263,8 +263,7 @@ def test_own_steps_refuse_what_they_cannot_honour():
     with pytest.raises(ValueError, match=r"accumulation=1, .* Received: accumulation=2"):
         model.compile(loss="mse", accumulation=2)
     model.compile(loss="mse")
-    with pytest.raises(ValueError, match=r"A batch of 2 rows does not divide over the 8 row shards"):
-        model.fit(x, y, 8, verbose=0)
+    model.fit(x, y, 8, verbose=0)  # the last batch does not divide over the row shards
 
 
 class BadStep(dew_keras.Model):
@@ -300,19 +299,19 @@ class RowMean(dew_keras.Model):
         return y_pred - y_pred.mean(0), rest
 
 
-def test_code_of_one_s_own_never_sees_filling_rows_whatever_the_data_comes_as():
-    x, y, _ = rows(5)
-    model = RowMean(Linear())
-    model.compile("sgd")  # a loss of its own needs none here
-    for verb in (model.fit, model.evaluate):
-        for data in ((x, y), (((x, y) for _ in range(1)),)):
-            with pytest.raises(ValueError, match="A batch of 5 rows does not divide over the 8 row shards"):
-                verb(*data, verbose=0)
-    with pytest.raises(ValueError, match="A batch of 5 rows does not divide"):
-        model.predict(x, 5, 0)
-    whole = RowMean(Linear())
-    whole.compile("sgd", mesh={"tensor": 8})
-    np.testing.assert_allclose(whole.predict(x, 5, 0).mean(0), 0, atol=1e-6)
+def test_code_of_one_s_own_sees_the_rows_of_a_batch_and_no_others_on_every_mesh():
+    x, y, _ = rows(13)
+    weight, bias = kernel()
+    found = []
+    for mesh in (None, {"tensor": 8}):
+        model = RowMean(Linear(), variables={"params": {"dense": {"kernel": weight, "bias": bias}}})
+        model.compile(keras.optimizers.SGD(0.1), mesh=mesh)  # a loss of its own needs none here
+        losses = model.fit(x, y, 8, 2, 0, shuffle=False).history["loss"]
+        losses += model.fit(((x[:5], y[:5]) for _ in range(1)), verbose=0).history["loss"]
+        found.append((losses, model.evaluate(x, y, 8, 0), model.predict(x, 8, 0), *model.get_weights()))
+        np.testing.assert_allclose(model.predict(x[:5], 5, 0).mean(0), 0, atol=1e-6)
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 class Sown(nn.Module):
@@ -359,3 +358,43 @@ def test_the_user_s_own_optimizer_object_shows_how_far_a_fit_came():
     model.fit(x, y, 4, verbose=0)
     assert int(optimizer.iterations) == 2
     np.testing.assert_allclose(float(optimizer.learning_rate), 0.025)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_iterations_that_a_user_assigns_are_those_of_the_next_update(window):
+    x, y, _ = rows(8)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)
+
+    def make():
+        optimizer = keras.optimizers.Adam(schedule, gradient_accumulation_steps=window)
+        optimizer._iterations.assign(6)  # before compile
+        return optimizer
+
+    class Jump(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.model.optimizer._iterations.assign(20)
+
+    found = []
+    for model in twins(optimizer=make, loss="mse"):
+        assert int(model.optimizer._iterations) == 6
+        history = model.fit(x, y, 2, 1, 0, [Jump()], shuffle=False).history
+        found.append((history["loss"], int(model.optimizer.iterations), int(model.optimizer._iterations)))
+        found[-1] += tuple(sorted(float(np.abs(w).sum()) for w in weights_of(model)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
+    np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-5)
+    assert found[0][2] == 22
+
+
+def test_iterations_count_updates_across_compiles_with_other_accumulations():
+    x, y, _ = rows(16)
+    optimizer = keras.optimizers.SGD(0.01)
+    model = dew_keras.Model(Linear())
+    for accumulation, batches, want in ((2, 4, 2), (1, 3, 5), (4, 4, 6)):
+        model.compile(optimizer, "mse", accumulation=accumulation)
+        assert int(model.optimizer.iterations) == want - batches // accumulation
+        model.fit(x[: 4 * batches], y[: 4 * batches], 4, verbose=0)
+        assert int(optimizer.iterations) == want
+    other = dew_keras.Model(Linear())
+    other.compile(optimizer, "mse")
+    assert int(other.optimizer.iterations) == 0, "another model begins anew"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dew.kernels import attention_xla as kernel
+from dew.kernels import attention_blocks, attention_xla
 from dew.kernels.attention import Visibility, attention, consecutive_visibility, merge, partial_attention
 
 B, T, S, N, K, H = 2, 6, 12, 4, 2, 8
@@ -48,11 +48,12 @@ def close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
 
 
-@pytest.fixture(params=["at once", "in chunks"], autouse=True)
+@pytest.fixture(params=["at once", "in blocks"], autouse=True)
 def form(request, monkeypatch):
-    if request.param == "in chunks":
-        monkeypatch.setattr(kernel, "DENSE_QUERIES", 1)
-        monkeypatch.setattr(kernel, "QUERY_CHUNK", 4)
+    if request.param == "in blocks":  # blocks that do not divide the lengths
+        monkeypatch.setattr(attention_xla, "DENSE_QUERIES", 1)
+        monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 4)
+        monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 5)
     return request.param
 
 

@@ -36,7 +36,7 @@ def inputs():
 def plain(hidden, head, targets, weights):
     logits = hidden @ head.T
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-    return jnp.sum(losses * weights), jnp.sum((jnp.argmax(logits, axis=-1) == targets) * weights)
+    return jnp.sum(losses * weights), jnp.sum((jnp.argmax(logits, axis=-1) == targets) * weights), jnp.sum(weights)
 
 
 def placed(mesh):
@@ -53,7 +53,8 @@ def placed(mesh):
 
 def program(mesh):
     def loss(hidden, head, targets, weights):
-        return sharded_token_loss(jax.sharding.get_abstract_mesh(), hidden, head, targets, weights)
+        total, *further = sharded_token_loss(jax.sharding.get_abstract_mesh(), hidden, head, targets, weights)
+        return total, further
 
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
@@ -62,11 +63,14 @@ def program(mesh):
 def test_values_and_gradients_are_those_of_the_plain_cross_entropy(spec):
     mesh = build_mesh(spec)
     with jax.set_mesh(mesh):
-        (loss, correct), gradients = program(mesh)(*placed(mesh))
+        (loss, (correct, mass)), gradients = program(mesh)(*placed(mesh))
         alone = jax.jit(lambda *x: sharded_token_loss(jax.sharding.get_abstract_mesh(), *x))(*placed(mesh))
-    (want, want_correct), want_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(*inputs())
+    (want, (want_correct, want_mass)), want_gradients = jax.value_and_grad(
+        lambda *x: (plain(*x)[0], plain(*x)[1:]), (0, 1), has_aux=True
+    )(*inputs())
     np.testing.assert_allclose([loss, alone[0]], [want, want], rtol=1e-6)
     np.testing.assert_allclose([correct, alone[1]], [want_correct] * 2, rtol=1e-6)
+    np.testing.assert_allclose([mass, alone[2]], [want_mass] * 2, rtol=1e-6)
     for got, gradient in zip(gradients, want_gradients, strict=True):
         np.testing.assert_allclose(got, gradient, rtol=0, atol=1e-6 * float(jnp.max(jnp.abs(gradient))))
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dew.placement import Bank, Layout, LayoutRefused, MeshSpec, StackView, build_mesh, refuse_unsupported_axes
+from dew.placement import Bank, Layout, LayoutRefused, MeshSpec, StackView, build_mesh
 from dew.tree import named_leaves
 
 
@@ -203,12 +203,26 @@ def test_layouts_compare_and_hash_by_value():
     assert hash(Layout()) == hash(Layout())
 
 
-@pytest.mark.parametrize("axis", ["stage"])
-def test_axes_that_nothing_runs_on_are_refused_with_a_mesh_that_runs(axis):
-    mesh = build_mesh(MeshSpec(**{axis: 2, "tensor": 2}))
-    with pytest.raises(LayoutRefused, match=rf"Training on a mesh with {axis}=2 .*Use MeshSpec\(fsdp=2, tensor=2\)"):
-        refuse_unsupported_axes(mesh, "Training")
-    refuse_unsupported_axes(build_mesh(MeshSpec(tensor=2, sequence=2)), "Training")
+def test_the_layers_of_a_bank_go_to_their_stages_whatever_their_size():
+    mesh = build_mesh(MeshSpec(stage=2, fsdp=4))
+    placed = specs(Layout(min_shard=2**30).shardings(mesh, decoder()))
+    assert placed["params/layers_0_3/input_layernorm/scale"] == P("stage")
+    assert placed["params/layers_0_3/mlp/gate_proj/kernel"] == P("stage")
+    assert placed["params/embed_tokens/embedding"] == P()
+    placed = specs(FULL.shardings(mesh, decoder()))
+    assert placed["params/layers_0_3/mlp/gate_proj/kernel"] == P("stage", "fsdp")
+
+
+def test_rules_that_copy_the_layers_to_every_stage_are_refused():
+    mesh, layout = build_mesh(MeshSpec(stage=2, fsdp=4)), Layout(rules={"layers": None}, min_shard=1)
+    with pytest.raises(LayoutRefused, match=r"stage=2 share out the layers.*keep them whole.*\('layers', 'stage'\)"):
+        layout.check(mesh, decoder(), layout.shardings(mesh, decoder()))
+
+
+def test_the_summary_says_what_the_stages_hold():
+    stage = FULL.explain(build_mesh(MeshSpec(stage=2)), decoder(), view()).axes[-1]
+    assert str(stage).startswith("stage=2 splits input_layernorm, mlp, self_attn")
+    assert "embed_tokens" in stage.whole
 
 
 def test_explain_gives_the_reason_by_heads():

@@ -9,6 +9,7 @@ import pytest
 
 from dew.placement import AXES, DataPartition, LayoutRefused, MeshSpec, build_mesh, data_partition, shard_batch
 from dew.placement.mesh import device_grid
+from dew.placement.partition import WholeBatch
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,15 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(rows, works)
         ValueError, match=rf"'tokens' has {rows} global rows.*8 row shards.*Use a batch of {works} rows"
     ):
         shard_batch(build_mesh(MeshSpec(fsdp=4)), {"tokens": np.zeros((rows, 4))})
+
+
+def test_a_whole_batch_is_copied_to_every_device_whatever_its_rows():
+    mesh = build_mesh(MeshSpec(fsdp=4))
+    x = np.arange(6.0).reshape(3, 2)
+    for stacked in (False, True):
+        placed = shard_batch(mesh, WholeBatch({"x": x, "s": np.float32(2)}), is_stacked=stacked)
+        assert all(leaf.sharding.is_fully_replicated for leaf in placed.values())
+        np.testing.assert_array_equal(placed["x"], x)
 
 
 def test_one_process_reads_everything():

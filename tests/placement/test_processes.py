@@ -1,17 +1,10 @@
 """Joining a pool: only when the environment describes one, and wholly; two processes then agree with one."""
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import pytest
 
 from dew.placement import initialize, is_primary
+from tests.processes import results, run_pool
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "DEW_PROCESS_COUNT", "DEW_PROCESS_ID")
 
 PROGRAM = """
@@ -58,26 +51,5 @@ def test_half_a_pool_is_refused(monkeypatch, values, match):
 
 
 def test_two_processes_read_disjoint_shares_of_the_same_batch():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = dict(
-        os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu"
-    )
-    env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "DEW_PROCESS_COUNT": "2"}
-    pool = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=env | {"DEW_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in pool]
-    results = []
-    for process, (out, err) in zip(pool, outputs, strict=True):
-        assert process.returncode == 0, err
-        results.append(json.loads(out.split("RESULT ")[1]))
-    assert results == [[0, 2, 1, 1240.0, True, 4], [1, 2, 1, 1240.0, False, 4]]
+    found = results(run_pool(PROGRAM))
+    assert found == [[0, 2, 1, 1240.0, True, 4], [1, 2, 1, 1240.0, False, 4]]

@@ -64,7 +64,11 @@ def test_a_refused_layout_is_reported_with_its_reason():
     text = plan_text(estimate)
     assert "9 query heads / 3 kv heads do not divide tensor=2: attention stays whole" in text
     assert "Refused: On mesh tensor=2" in text
-    assert "A model on a mesh with stage=2" in estimate_bytes(module, planned_mesh({"stage": 2}), FULL).refusal
+    assert (
+        "stage=4 does not divide the model's 2 layers"
+        in estimate_bytes(module, planned_mesh({"stage": 4}), FULL).refusal
+    )
+    assert estimate_bytes(module, planned_mesh({"stage": 2}), FULL).refusal is None
 
 
 def test_the_text_says_whether_it_fits():

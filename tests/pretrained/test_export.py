@@ -1,7 +1,9 @@
 """An exported model loads to the same weights and, in the reference library, the same logits; or nothing is written."""
 
 import dataclasses
+import gc
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from dew.nn.embed import EmbeddingSpec, HeadSpec
 from dew.nn.rope import RotarySpec
 from dew.placement.layout import Layout
+from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import export as exporting
 from dew.pretrained import load_pretrained, save_pretrained
 from dew.pretrained.safetensors import open_safetensors
@@ -18,6 +21,8 @@ from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in
 from tests.tiny import tiny_decoder, tiny_layer
 
 SPLIT = Layout(min_shard=1, tolerance=0.5)
+SLACK = 4_000_000
+"""Bytes of what Python makes beside the arrays, as it traces the model."""
 
 
 def same(got, want):
@@ -76,6 +81,28 @@ def test_large_models_are_split_with_the_index_last(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == open_safetensors(tmp_path / "out").nbytes
     same(load_pretrained(tmp_path / "out").variables, loaded.variables)
+
+
+@pytest.mark.parametrize("storage", [{}, {"scan_layers": False}], ids=str)
+def test_a_save_holds_one_leaf_on_the_host_and_none_when_it_is_done(tmp_path, storage):
+    module = tiny_decoder(num_layers=8, features=2048, **storage)
+    variables = initialised(module)
+    abstract = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    shardings = SPLIT.shardings(build_mesh(MeshSpec(fsdp=8)), abstract)
+    variables = jax.device_put(variables, shardings)
+    save_pretrained(tmp_path / "first", module, variables)  # compiles
+    variables = jax.device_put(jax.device_get(variables), shardings)
+    layers = [leaf[0] if leaf.shape[0] == 8 and not storage else leaf for leaf in jax.tree.leaves(variables)]
+    largest, total = max(leaf.nbytes for leaf in layers), sum(leaf.nbytes for leaf in jax.tree.leaves(variables))
+    gc.collect()
+    tracemalloc.start()
+    save_pretrained(tmp_path / "second", module, variables)
+    gc.collect()
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # The value from the devices, and the same in the arrangement of the file.
+    assert peak < 2 * largest + SLACK < total / 2
+    assert held < SLACK
 
 
 @pytest.mark.parametrize("dtype, want", [("bfloat16", "bfloat16"), (None, "float32"), (jnp.float16, "float16")])

@@ -71,6 +71,13 @@ def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_parameters and rope_scaling disagree"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number. Received: rope_theta=-1"),
+        ({"rope_parameters": {"rope_theta": 1}}, "rotary theta must exceed 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}},
+            "'yarn' needs an original context of 2 tokens or more",
+        ),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number. Received: rms_norm_eps=1000"),
+        ({"head_dim": 2**30}, "heads of 1073741824 dimensions; at most 65536"),
         ({"hidden_size": "absent"}, "the config lacks 'hidden_size'"),
         ({"hidden_size": 48.0}, r"hidden_size must be a positive whole number. Received: hidden_size=48\.0"),
         ({"hidden_size": True}, "hidden_size must be a positive whole number"),
@@ -147,6 +154,11 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "known: default, longrope, su, yarn"),
         ("phi3", {"partial_rotary_factor": 1.5, "rope_parameters": {"rope_theta": 1e4}}, "must not exceed 1"),
         ("phi3", {"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "needs 2 short and long factors .* 1 and 2"),
+        ("phi3", {"rope_parameters": {"rope_type": []}}, r"rope_type=\[\] is not supported"),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1}, "original context of 2 tokens"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters must hold objects"),
+        ("gemma2", {"layer_types": [[], [], []]}, "layer_types must say full_attention or sliding_attention"),
+        ("granite", {"logits_scaling": 5e-324}, "1 / logits_scaling must be a positive number"),
         ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop=0\.1"),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("gpt_neox", {"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
@@ -201,7 +213,8 @@ def test_absent_fields_of_gpt_neox_mean_a_quarter_in_parallel(copied):
 def test_the_published_config_of_gpt2_is_understood(copied):
     names = ("n_inner", "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
     summary = {"summary_type": "cls_index", "summary_first_dropout": 0.1, "n_ctx": 64, "attn_pdrop": 0.1}
-    module = describe(copied("gpt2", **dict.fromkeys(names, "absent"), **summary)).module
+    with pytest.warns(UserWarning, match=r"attn_pdrop=0\.1, .*: no dropout is applied here, in training either"):
+        module = describe(copied("gpt2", **dict.fromkeys(names, "absent"), **summary)).module
     assert (module.layers[0].mlp.features, module.tie_embeddings, module.embedding.positions) == (128, True, 64)
     assert [layer.attention.scale for layer in module.layers] == [None] * 3
 
@@ -218,12 +231,48 @@ def test_gpt2_may_leave_out_the_width_of_a_head(by_depth, want, copied):
 def test_the_published_config_of_starcoder2_is_understood(copied):
     dropout = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.1)
     also = {"norm_type": "layer_norm", "mlp_type": "default", "tie_word_embeddings": "absent"}
-    module = describe(copied("starcoder2", **dropout, **also, num_key_value_heads="absent", use_bias=False)).module
+    with pytest.warns(UserWarning, match=r"attention_dropout=0\.1, residual_dropout=0\.1, embedding_dropout=0\.1"):
+        module = describe(copied("starcoder2", **dropout, **also, num_key_value_heads="absent", use_bias=False)).module
     attention = module.layers[0].attention
     assert (module.tie_embeddings, attention.num_kv_heads, attention.window) == (True, 2, 8)
     assert not attention.bias
     assert not attention.out_bias
     assert not module.layers[0].mlp.bias
+
+
+@pytest.mark.parametrize("rate", [1, -0.1, "0.1", True])
+def test_a_rate_of_dropout_that_is_none_is_refused(copied, rate):
+    with pytest.raises(CheckpointError, match="resid_pdrop must be from 0 up to 1"):
+        describe(copied("gpt2", resid_pdrop=rate))
+
+
+KEY_VALUE_HEADS = {
+    "mistral": 8,
+    "glm4": 2,
+    "llama": 32,
+    "qwen2": 32,
+    "qwen3": 32,
+    "gemma": 16,
+    "gemma2": 4,
+    "gemma3_text": 4,
+    "smollm3": 4,
+    "olmo2": 32,
+    "olmo3": 32,
+    "granite": 32,
+    "phi3": 32,
+    "cohere2": 32,
+    "starcoder2": 2,
+}
+
+
+@pytest.mark.parametrize("name, count", KEY_VALUE_HEADS.items())
+def test_absent_and_null_key_value_heads_are_those_of_the_config_class(copied, name, count):
+    fields = {"num_attention_heads": 32, "hidden_size": 256}
+    config = json.loads((FIXTURES / name / "config.json").read_text()) | fields
+    for null, want in ((False, count), (True, 32)):
+        config.pop("num_key_value_heads", None)
+        arguments = FAMILIES[name].translate(Fields({**config, **({"num_key_value_heads": None} if null else {})}, "x"))
+        assert arguments["layers"][0].attention.num_kv_heads == want
 
 
 def test_starcoder2_without_a_window_has_none(copied):

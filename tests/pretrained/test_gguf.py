@@ -100,7 +100,7 @@ def test_any_slice_of_a_reordered_tensor_is_that_slice(tmp_path_factory, data):
     [
         ({"expert_count": 8}, r"llama\.expert_count=8"),
         ({"attention.sliding_window": 4096}, r"not supported: llama\.attention\.sliding_window=4096"),
-        ({"rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn' is not supported"),
+        ({"rope.scaling.type": "ntk"}, r"rope\.scaling\.type='ntk' is not supported"),
         ({"rope.scaling.type": "linear"}, r"the metadata lacks llama\.rope\.scaling\.factor"),
         ({"attention.key_length": 16}, "heads that rotate in part"),
         ({"attention.layer_norm_rms_epsilon": None}, r"lacks llama\.attention\.layer_norm_rms_epsilon"),
@@ -114,6 +114,17 @@ def test_fields_that_change_the_computation_are_refused_by_name(written, fields,
     path = written(fields=fields)
     with pytest.raises(CheckpointError, match=text):
         describe(path)
+
+
+@pytest.mark.parametrize("count", [3, 0, "many"])
+def test_a_part_of_a_split_file_says_what_to_do(tmp_path, count):
+    writer = gguf.GGUFWriter(tmp_path / "a-00001-of-00003.gguf", "llama")
+    (writer.add_string if isinstance(count, str) else writer.add_uint16)("split.count", count)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"is one of {count} files of a checkpoint\. Join them first"):
+        describe(tmp_path / "a-00001-of-00003.gguf")
 
 
 def test_linear_scaling_is_read(written):

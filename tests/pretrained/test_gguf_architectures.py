@@ -85,7 +85,10 @@ def test_llama3_scaling_is_recognised_by_its_table(written, factor):
 
 @pytest.mark.parametrize("architecture", sorted(GGUF_ARCHITECTURES))
 def test_a_field_that_is_not_read_is_refused_in_every_architecture(written, architecture):
-    path = written("llama", architecture, {"attention.sliding_window": 16, "attention.temperature_length": 4096})
+    fields = {"attention.sliding_window": 16, "attention.temperature_length": 4096, "logit_scale": 1.0}
+    path = written(
+        "llama", architecture, {**fields, "attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": None}
+    )
     with pytest.raises(CheckpointError, match=rf"not supported: .*{architecture}\.attention\.temperature_length=4096"):
         describe(path)
 
@@ -114,6 +117,21 @@ FIELDS = {
     ),
     "smollm3": ("smollm3", {}),
     "qwen2": ("qwen2", {}),
+    "cohere2": ("cohere2", {"attention.sliding_window": 8, "logit_scale": 0.25, "rope.scaling.type": "none"}),
+    "glm4": ("glm4", {}),
+    "gpt2": ("gpt2", {}),
+    "gptneox": ("gpt_neox", {"use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {}),
+    "olmo2 with a window": (
+        "olmo3",
+        {
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [True, True, False],
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
 }
 # What the fixture sets in other ways than the format can say: rotation, the factor of queries, kinds of layers.
 NOT_IN_GGUF = {
@@ -121,6 +139,8 @@ NOT_IN_GGUF = {
     "gemma3": {"query_pre_attn_scalar", "layer_types", "_sliding_window_pattern"},
     "phi3": {"rope_parameters", "original_max_position_embeddings"},
     "smollm3": {"no_rope_layers", "no_rope_layer_interval"},
+    "cohere2": {"layer_types"},
+    "starcoder2": {"sliding_window"},
     "qwen2": {"layer_types", "use_sliding_window", "max_window_layers", "sliding_window", "rope_parameters"},
 }
 
@@ -128,6 +148,7 @@ NOT_IN_GGUF = {
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_weights_and_config_are_those_of_the_checkpoint(written, architecture):
     name, fields = FIELDS[architecture]
+    architecture = architecture.split()[0]
     path = written(name, architecture, fields)
     config = GGUF_ARCHITECTURES[architecture].config(GgufFile(path))
     want = json.loads((FIXTURES / name / "config.json").read_text())
@@ -135,7 +156,7 @@ def test_weights_and_config_are_those_of_the_checkpoint(written, architecture):
     differing = {key: (value, want[key]) for key, value in config.items() if key in want and value != want[key]}
     assert {key: pair for key, pair in differing.items() if key not in left_out} == {}
     if architecture not in ("phi3", "qwen2"):
-        assert config["rope_parameters"] == want["rope_parameters"]
+        assert config.get("rope_parameters") == want.get("rope_parameters")
     # The kinds of layers may differ, and with them the banks: layer by layer they are the same.
     options = {"mesh": {"fsdp": 2}, "dtype": "float32", "scan_layers": False}
     got = load_pretrained(path, **options).variables
@@ -152,3 +173,66 @@ def test_every_tensor_of_the_table_is_one_of_the_packages(architecture):
     known = {gguf.TENSOR_NAMES[tensor].replace("blk.{bid}.", "") for tensor in gguf.MODEL_TENSORS[kind]}
     table = GGUF_ARCHITECTURES[architecture]
     assert {*table.tensors, *table.layer_tensors} <= known | {"output"}
+
+
+def test_longrope_is_read_from_its_tables(written):
+    want = load_pretrained(FIXTURES / "phi3", dtype="float32").module
+    rotary = json.loads((FIXTURES / "phi3" / "config.json").read_text())["rope_parameters"]
+    fields = {
+        "attention.sliding_window": 16,
+        "rope.dimension_count": 4,
+        "rope.scaling.original_context_length": rotary["original_max_position_embeddings"],
+        "rope.scaling.attn_factor": want.layers[0].attention.rotary.scaling.attention_factor,
+    }
+    tables = {
+        f"rope_factors_{kind}.weight": np.array(rotary[f"{kind}_factor"], np.float32) for kind in ("long", "short")
+    }
+    for kind in ({}, {"rope.scaling.type": "longrope"}):
+        assert load_pretrained(written("phi3", "phi3", {**fields, **kind}, **tables)).module.layers == want.layers
+    changed = load_pretrained(written("phi3", "phi3", {**fields, "rope.scaling.attn_factor": 1.5}, **tables)).module
+    assert changed.layers[0].attention.rotary.scaling.attention_factor == 1.5
+    with pytest.raises(CheckpointError, match=r"longrope needs 'rope_factors_short\.weight' with 2 factors"):
+        describe(written("phi3", "phi3", fields, **{**tables, "rope_factors_short.weight": np.ones(3, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"longrope needs 'rope_factors_short\.weight'"):
+        describe(written("phi3", "phi3", {**fields, "rope.scaling.type": "longrope"}))
+    alone = written(
+        "phi3", "phi3", {"rope.dimension_count": 4}, **{"rope_factors_short.weight": np.ones(2, np.float32)}
+    )
+    with pytest.raises(CheckpointError, match=r"no part of the model reads: rope_factors_short\.weight"):
+        load_pretrained(alone)
+
+
+@pytest.mark.parametrize(
+    "name, architecture, fields, text",
+    [
+        ("cohere2", "cohere2", {"attention.sliding_window": 8}, "lacks cohere2.logit_scale"),
+        ("cohere2", "cohere2", {"logit_scale": 1.0}, "lacks cohere2.attention.sliding_window"),
+        (
+            "cohere2",
+            "cohere2",
+            {"logit_scale": 1.0, "attention.sliding_window": 8, "attention.sliding_window_pattern": [True]},
+            "must be a period or a flag for each of 3 layers",
+        ),
+        ("gpt_neox", "gptneox", {"attention.head_count_kv": 2}, "2 key/value heads and 4 query heads of 8"),
+        ("gpt_neox", "gptneox", {"use_parallel_residual": 1}, "use_parallel_residual must be true or false"),
+        ("gpt2", "gpt2", {"attention.head_count_kv": 2}, r"not supported: gpt2\.attention\.head_count_kv=2"),
+        ("glm4", "glm4", {"rope.dimension_count": 16}, "rope.dimension_count=16 exceeds the 8 of a head"),
+        *((arch, arch, {"block_count": 2**31 - 1}, "at most 4096 layers") for arch in ("smollm3", "gemma2", "gpt2")),
+        ("cohere2", "cohere2", {"block_count": 2**31 - 1, "attention.sliding_window": 8}, "at most 4096 layers"),
+        *((arch, arch, {"rope.dimension_count": 4}, "heads of 4 are not") for arch in ("smollm3", "olmo2", "granite")),
+        ("olmo3", "olmo2", {"rope.scaling.type": "yarn"}, r"lacks olmo2\.rope\.scaling\.factor"),
+    ],
+)
+def test_what_an_architecture_cannot_say_is_refused(written, name, architecture, fields, text):
+    path = written(name, architecture, fields)
+    with pytest.raises(CheckpointError, match=text):
+        describe(path)
+
+
+def test_a_period_of_windows_and_its_flags_say_the_same(written):
+    fields = {"attention.sliding_window": 8, "logit_scale": 0.25}
+    by_period = describe(written("cohere2", "cohere2", {**fields, "attention.sliding_window_pattern": 3})).module
+    by_flags = describe(
+        written("cohere2", "cohere2", {**fields, "attention.sliding_window_pattern": [True, True, False]})
+    ).module
+    assert by_period == by_flags == load_pretrained(FIXTURES / "cohere2", dtype="float32").module

@@ -1,6 +1,7 @@
 """Against a local stand-in of the Hub: what is fetched, from which commit, once; each failure says what to do next."""
 
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -110,6 +111,17 @@ def test_a_failed_download_is_taken_up_again_with_the_files_that_had_arrived(hub
     before = len(hub.fetched())
     locate("org/name")
     assert hub.fetched()[before:] == ["model.safetensors"]
+
+
+def test_a_killed_download_begins_its_file_again_and_no_other(hub, tmp_path):
+    # What the library leaves when it is killed in a file: a part under a name of its own that nothing takes up.
+    describe("org/name")
+    blobs = next((tmp_path / "cache").glob("models--*/blobs"))
+    (blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.0123abcd.incomplete").write_bytes(WEIGHTS[:1000])
+    before = len(hub.requests)
+    load_pretrained("org/name")
+    asked = [(path, headers) for verb, path, headers in hub.requests[before:] if verb == "GET" and "/files/" in path]
+    assert [(path.rsplit("/", 1)[1], headers.get("range")) for path, headers in asked] == [("model.safetensors", None)]
 
 
 def fail_on_weights(failure):

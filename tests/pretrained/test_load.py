@@ -99,6 +99,16 @@ def test_a_tied_head_that_repeats_the_table_is_read(copied, tensors, reference):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(directory).variables, want)
 
 
+def test_a_tied_head_has_the_name_of_its_family(copied, tensors, refused):
+    directory = copied("gpt_neox", tie_word_embeddings=True)
+    refused(directory, r"ties the head to gpt_neox\.embed_in\.weight, but the file holds another embed_out\.weight")
+    values = tensors(directory)
+    rewrite(directory, {**values, "embed_out.weight": values["gpt_neox.embed_in.weight"].copy()})
+    assert "lm_head" not in load_pretrained(directory).variables["params"]
+    rewrite(directory, {**values, "embed_out.weight": np.ones((), np.float32)})
+    refused(directory, r"holds another embed_out\.weight")
+
+
 def test_tensors_of_old_exports_that_hold_no_weight_are_ignored(copied, tensors):
     directory = copied()
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32) for i in range(3)}

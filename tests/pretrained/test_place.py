@@ -192,6 +192,50 @@ def test_a_process_reads_the_bytes_that_its_devices_hold(monkeypatch, count, spe
         assert source.bytes_read < tensor.nbytes
 
 
+class Device:
+    """A device that is no CPU, and copies that take until somebody waits for them."""
+
+    platform = "other"
+
+
+class Copies(Held):
+    """Stands for JAX and for the file: counts the leaves on their way to devices each time another one is read."""
+
+    def __init__(self, monkeypatch, **tensors):
+        super().__init__(**tensors)
+        self.under_way, self.seen = [], []
+        monkeypatch.setattr(jax, "device_put", self.start)
+        monkeypatch.setattr(jax, "block_until_ready", lambda arrays: [self.under_way.remove(each) for each in arrays])
+        monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays[0])
+
+    def start(self, buffer, device):
+        number = float(buffer.flat[0])
+        self.under_way.append(number)
+        return number
+
+    def read(self, name, index):
+        self.seen.append(len(self.under_way))
+        return super().read(name, index)
+
+
+class OnDevice:
+    def addressable_devices_indices_map(self, shape):
+        return {Device(): tuple(slice(None) for _ in shape)}
+
+
+@pytest.mark.parametrize("leaves, nbytes", [(1, 100), (3, 300), (20, 10**9)])
+def test_reading_runs_a_bounded_number_of_leaves_ahead_of_the_devices(monkeypatch, leaves, nbytes):
+    # Leaves of 100 bytes each.
+    copies = Copies(monkeypatch, **{str(number): np.full(25, number, np.float32) for number in range(20)})
+    monkeypatch.setattr(placing, "TRANSFER_BYTES", nbytes)
+    recipes = [Recipe(str(number), (25,), (str(number),), False, "D -> D") for number in range(20)]
+    arrays = place(recipes, {recipe.path: OnDevice() for recipe in recipes}, copies)
+    assert arrays == {str(number): float(number) for number in range(20)}
+    # As many as the bytes allow are under way while the next is read, and never one more.
+    assert copies.seen == [min(number, leaves) for number in range(20)]
+    assert copies.under_way == []
+
+
 def test_reading_runs_a_bounded_number_of_bytes_ahead_of_the_devices(monkeypatch):
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)

@@ -1,6 +1,7 @@
 """The safetensors reader reads what the format's own library reads, and refuses a file that breaks its rules."""
 
 import json
+import os
 import struct
 
 import ml_dtypes
@@ -155,6 +156,27 @@ def test_a_link_out_of_the_checkpoint_is_refused(tmp_path):
     (inside / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
     with pytest.raises(CheckpointError, match="outside of the checkpoint"):
         open_safetensors(inside)
+
+
+def make_loop(path):
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    "make, text", [(os.mkfifo, "is not a file"), (os.mkdir, "is not a file"), (make_loop, "loop|holds neither")]
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make, text):
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        open_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "d/" * 3000 + "x", "\ud800"])
+def test_an_index_entry_that_no_system_takes_is_refused(tmp_path, name):
+    index = json.dumps({"weight_map": {"a": f"{name}.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="cannot be a file of a checkpoint"):
+        open_safetensors(tmp_path)
 
 
 def test_the_links_of_the_hub_cache_are_followed_to_its_own_blobs_only(tmp_path):

@@ -251,3 +251,4 @@ def test_the_report_writes_pooled_numbers_without_waiting():
     assert lines[0].startswith(f"step 2/3: loss: {(want[0] + want[1]) / 2:.4f} - ")
     assert lines[1].startswith(f"step 3/3: loss: {want[2]:.4f} - ")
     assert "500 ms/step" in lines[0]
+    assert "667 ms/step" in lines[1], "all three steps: the second line began late"

@@ -6,6 +6,7 @@ own name, not on the banks.
 """
 
 import collections
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,9 @@ from flax.core import unfreeze
 
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
+from dew.kernels.attention_choice import check_implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
+from dew.nn.backbones.staging import Schedule, checked_schedule, staged_segment
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
 from dew.nn.cache import Cache, KeyValueShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
@@ -26,7 +29,12 @@ from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.router import RouterTraining, Routing
-from dew.nn.sharding import constrain, gather_weights, unboxed
+from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
+from dew.parallel.gpipe import through_stages
+from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
+from dew.parallel.stages import Pipeline, current_pipeline
+from dew.parallel.vocabulary import sharded_token_loss
+from dew.placement.layout import LayoutRefused
 from dew.placement.stacks import Bank, StackView
 
 __all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
@@ -49,7 +57,9 @@ class CausalTransformer(nn.Module):
         remat: What the backward pass recomputes: None nothing, "full" everything but the blocks' inputs.
         scan_layers: Whether equal layers, in a row or in a repeating pattern, are stored in banks and scanned.
         bank_layers: Most layers a bank may hold; None means no bound.
-        attention_impl: Attention kernel.
+        attention_impl: Attention kernel of whole sequences, see `dew.kernels.attention_choice.KERNELS`; "auto" takes
+            the first that can run the call, as every call with a cache does.
+        schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
         router_training: What trains the routers beside the loss of the tokens.
     """
 
@@ -67,14 +77,13 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    schedule: Schedule = "gpipe"
     router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
-        if self.attention_impl not in ("auto", "xla"):
-            raise ValueError(
-                f"attention_impl must be 'auto' or 'xla'. Received: attention_impl={self.attention_impl!r}"
-            )
+        checked_schedule(self.schedule)
+        check_implementation("attention_impl", self.attention_impl)
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
@@ -113,7 +122,8 @@ class CausalTransformer(nn.Module):
             positions: Position of each token in its document; None counts from 0 (from the cache's end with a cache).
             segment_ids: Document number of each token, 0 for padding; None means one document a row.
             cache: What the layers keep of the tokens already read; new tokens are appended to it.
-            train: Accepted for callers that tell a model its mode; this model computes the same in both.
+            train: Whether this is a training step. The model computes the same in both, but a pipeline schedule that
+                scores in the middle of its backward passes trains through `token_loss` only.
 
         Returns:
             Logits [B, T, V] in float32; with a cache, the pair of logits and the next cache.
@@ -136,8 +146,20 @@ class CausalTransformer(nn.Module):
 
         Returns:
             Hidden states [B, T, D] in the compute dtype; with a cache, the pair of hidden states and the next cache.
+
+        Raises:
+            ValueError: If a schedule that cannot train so is asked to, or a pipeline's rows do not divide.
+            LayoutRefused: If the layers do not divide into the stages of the mesh.
         """
-        del train
+        pipeline = None if self.is_initializing() or cache is not None else current_pipeline()
+        if pipeline is not None:
+            if train and self.scores_in_schedule:
+                raise ValueError(
+                    "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
+                    "LanguageModel only. Use schedule='gpipe' for another loss."
+                )
+            x = self._run_stages(pipeline, tokens, positions, segment_ids)
+            return self._apply("norm", x)
         if cache is None:
             return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
@@ -174,15 +196,8 @@ class CausalTransformer(nn.Module):
     def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
         """Run the model on whole sequences."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-        x, starts = self._embedded(tokens, positions), document_starts(segment_ids)
-        around = Surroundings(
-            causal_visibility(tokens.shape[1], segment_ids),
-            starts=starts,
-            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
-            counted=counted,
-            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
-        )
-        x, routing = self._run_layers(x, around, self._tables(positions))
+        around = self._surroundings(tokens.shape[1], segment_ids, counted)
+        x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
         return self._apply("norm", x), routing
 
     @property
@@ -278,17 +293,19 @@ class CausalTransformer(nn.Module):
         weights = jax.tree.map(lambda weight: weight.astype(self.dtype), weights)
         return gather_weights(weights, logical_names(part))
 
-    def _apply(self, name: str, *inputs: Any) -> Any:
-        """Apply a part that is stored on its own."""
-        part = self._parts()[name]
-        return part.apply({"params": self._ready(part, self._weights(name))}, *inputs)
+    def _apply(self, name: str, *inputs: Any, outer: Any = None) -> Any:
+        """Apply a part that is stored on its own, with given weights of such parts or the stored ones."""
+        part, weights = self._parts()[name], self._weights(name) if outer is None else outer[name]
+        return part.apply({"params": self._ready(part, weights)}, *inputs)
 
-    def _embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def _embedded(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], outer: Any = None
+    ) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
-        x = scaled_rows(self._apply("embed_tokens", tokens), self.embedding)
+        x = scaled_rows(self._apply("embed_tokens", tokens, outer=outer), self.embedding)
         if self.embedding.positions is None:
             return x
-        return constrain(x + self._apply("embed_positions", positions), RESIDUAL_NAMES)
+        return constrain(x + self._apply("embed_positions", positions, outer=outer), RESIDUAL_NAMES)
 
     def _head(self) -> Float[Array, "V D"]:
         name = "embed_tokens" if self.tie_embeddings else "lm_head"
@@ -314,26 +331,160 @@ class CausalTransformer(nn.Module):
         """Run all blocks on whole sequences."""
         routing: dict[int, Routing] = {}
         for segment in self._segments():
-            in_loop = segment.repeats > 1
-            blocks = [
-                checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs
-            ]
-
-            def turn(x, weights, blocks=blocks):
-                said = []
-                for block, own in zip(blocks, weights, strict=True):
-                    x, _, own_routing = block(x, own)
-                    said.append(own_routing)
-                return x, said
-
             weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
-            for run, each in zip(segment.runs, said, strict=True):
-                routing |= _by_layer(run, each, in_loop)
-            # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
-            # back, GSPMD carries that split into every block and gathers weights and activations there.
-            x = constrain(x, RESIDUAL_NAMES)
+            x, own = self._run_segment(segment, weights, x, around, tables)
+            routing |= own
         return x, tuple(routing[index] for index in sorted(routing))
+
+    def _surroundings(self, num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
+        """Say what blocks need to know of whole sequences."""
+        starts = document_starts(segment_ids)
+        return Surroundings(
+            causal_visibility(num_tokens, segment_ids),
+            starts=starts,
+            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
+            counted=counted,
+            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
+        )
+
+    def _run_segment(
+        self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
+    ) -> tuple[Array, dict[int, Routing]]:
+        """Run a segment's blocks, a loop where its banks hold several layers."""
+        in_loop = segment.repeats > 1
+        blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
+
+        def turn(x, weights):
+            said = []
+            for block, own in zip(blocks, weights, strict=True):
+                x, _, own_routing = block(x, own)
+                said.append(own_routing)
+            return x, said
+
+        x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+        routing: dict[int, Routing] = {}
+        for run, each in zip(segment.runs, said, strict=True):
+            routing |= _by_layer(run, each, in_loop)
+        # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
+        # back, GSPMD carries that split into every block and gathers weights and activations there.
+        return constrain(x, RESIDUAL_NAMES), routing
+
+    def check_stages(self, stages: int) -> None:
+        """Check that the layers divide into pipeline stages.
+
+        Args:
+            stages: Stages of the mesh.
+
+        Raises:
+            LayoutRefused: If they do not; the error says what does.
+        """
+        self._staged(stages)
+
+    def _staged(self, stages: int) -> Segment:
+        """Give the loop that the stages share, refusing what does not run in stages."""
+        if self.expert_layers:
+            raise LayoutRefused(
+                f"experts do not run on a mesh with stage={stages}: what their routers say does not travel between "
+                f"stages. Use MeshSpec(expert={stages}) where it divides the experts, or fsdp={stages}."
+            )
+        return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
+
+    def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> Array:
+        """Embed, and run all blocks as the stages of a pipeline."""
+        given = {"positions": positions, "segment_ids": segment_ids}
+        given = {name: value for name, value in given.items() if value is not None}
+        counted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        x = self._embedded(tokens, given.get("positions", counted))
+        return through_stages(pipeline, self._stage(pipeline, counted), self._stage_weights(pipeline), x, given)
+
+    @property
+    def scores_in_schedule(self) -> bool:
+        """Whether training on the mesh in context needs `token_loss`, which scores between the stages' passes."""
+        return self.schedule == "1f1b" and current_pipeline() is not None
+
+    def token_loss(
+        self,
+        tokens: Int[Array, "B T"],
+        targets: Int[Array, "B T"],
+        weights: Float[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """Sum the weighted cross entropies of a batch, with gradients computed in the order of the pipeline's schedule.
+
+        Args:
+            tokens: Token ids.
+            targets: Token to predict at each position.
+            weights: Weight of each position.
+            positions: As `__call__`'s.
+            segment_ids: As `__call__`'s.
+
+        Returns:
+            As `dew.parallel.vocabulary.sharded_token_loss`.
+
+        Raises:
+            ValueError: If the mesh in context has no stages, the rows do not divide into microbatches, or the model
+                computes in float16.
+            LayoutRefused: If the layers do not divide into the stages.
+        """
+        pipeline = current_pipeline()
+        if pipeline is None:
+            raise ValueError("token_loss follows a pipeline's schedule; the mesh in context has stage=1.")
+        if jnp.dtype(self.dtype) == jnp.float16:
+            raise ValueError(
+                "schedule='1f1b' computes gradients before a loss scale is known, which float16 needs. Use "
+                "dtype='bfloat16' or schedule='gpipe'."
+            )
+        given = {"tokens": tokens, "targets": targets, "weights": weights}
+        given |= {} if positions is None else {"positions": positions}
+        given |= {} if segment_ids is None else {"segment_ids": segment_ids}
+        banked = {bank_name(run) for run in self._runs()}
+        outer = {name: self._weights(name) for name in self._parts() if name not in banked}
+        model = self._staged_model(pipeline, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        total, (correct, mass) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        return total, correct, mass
+
+    def _staged_model(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> StagedModel:
+        """Give a schedule the model's pure functions."""
+        parts = self._parts()
+        head = "embed_tokens" if self.tie_embeddings else "lm_head"
+
+        def embed(outer, given):
+            return self._embedded(given["tokens"], given.get("positions", counted), outer)
+
+        def score(outer, x, given):
+            hidden, mesh = self._apply("norm", x, outer=outer), jax.sharding.get_abstract_mesh()
+            table, scored = outer[head]["embedding"], (given["targets"], given["weights"])
+            total, *further = sharded_token_loss(
+                mesh, hidden, table, *scored, scale=self.logit_scale, softcap=self.logit_softcap
+            )
+            return total, tuple(further)
+
+        def pinned(outer, weights):
+            outer = {name: constrain_weights(own, logical_names(parts[name])) for name, own in outer.items()}
+            runs = zip(weights, self._segments()[0].runs, strict=True)
+            pin = lambda own, run: constrain_weights(own, logical_names(self._layer(run)))  # noqa: E731
+            return outer, [pipeline.map(jax.vmap(functools.partial(pin, run=run)))(own) for own, run in runs]
+
+        return StagedModel(embed, self._stage(pipeline, counted), score, pinned)
+
+    def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
+        """View the banks as the stages that hold them."""
+        segment = self._staged(pipeline.stages)
+        return pipeline.by_stage([self._weights(bank_name(run)) for run in segment.runs])
+
+    def _stage(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> Any:
+        """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> x."""
+        segment = self._staged(pipeline.stages)
+        share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
+
+        def stage(weights, x, given):
+            around = self._surroundings(x.shape[1], given.get("segment_ids"))
+            if share.repeats == 1:
+                weights = jax.tree.map(lambda leaf: leaf[0], weights)
+            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))[0]
+
+        return stage
 
     def _run_cached_layers(self, x: Array, around: Surroundings, tables: dict, cache: Cache) -> tuple[Array, Cache]:
         """Run all blocks on new tokens, appending to the cache."""

@@ -29,6 +29,7 @@ ACTIVATIONS = {
 """Name of an activation in a config, to ours; the first name of each is the one that is written."""
 
 
+MAX_HEAD_DIM = 65_536
 LAYER_KINDS = ("full_attention", "sliding_attention")
 """What `layer_types` may say of a layer."""
 
@@ -75,7 +76,9 @@ def attention_of(
         CheckpointError: If the heads cannot share their keys evenly, or a rotated head is odd.
     """
     heads = fields.count("num_attention_heads")
-    default = heads if default_key_value_heads is None else default_key_value_heads
+    # The config classes take null as one for each head, and their own default for an absent field alone.
+    null = default_key_value_heads is None or "num_key_value_heads" in fields.config
+    default = heads if null else default_key_value_heads
     key_value_heads = fields.count("num_key_value_heads", default)
     if heads % key_value_heads or head_dim % 2:
         raise CheckpointError(
@@ -105,6 +108,8 @@ def own_keys_of(
 
 
 def _spec(fields: Fields, **options: Any) -> AttentionSpec:
+    if options["head_dim"] > MAX_HEAD_DIM:  # tables of frequencies are made from it
+        raise CheckpointError(f"{fields.where}: heads of {options['head_dim']} dimensions; at most {MAX_HEAD_DIM}.")
     try:
         return AttentionSpec(**options)
     except ValueError as error:
@@ -144,7 +149,11 @@ def windows_of(fields: Fields, default_kinds: Sequence[str], window: int | None)
         CheckpointError: If the field names something else, or a window that the config lacks.
     """
     kinds = fields.get("layer_types", list(default_kinds))
-    if not isinstance(kinds, list) or len(kinds) != len(default_kinds) or not set(kinds) <= set(LAYER_KINDS):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(default_kinds)
+        or not all(isinstance(kind, str) and kind in LAYER_KINDS for kind in kinds)
+    ):
         raise CheckpointError(
             f"{fields.where}: layer_types must say {' or '.join(LAYER_KINDS)} for each of {len(default_kinds)} layers. "
             f"Received: layer_types={str(kinds)[:200]}"

@@ -3,7 +3,8 @@
 Entry point: `Fields`.
 """
 
-import math
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False, None),
     "tie_encoder_decoder": (False, None),
 }
+MAX_LAYERS = 4096
+"""More layers than any model has; a list of them is made before anything else shows that a number is absurd."""
 _MISSING = object()
 
 
@@ -90,6 +93,23 @@ class Fields:
             raise CheckpointError(f"{self.where}: {name} must be true or false. Received: {name}={value!r}")
         return value
 
+    def unapplied_dropout(self, *names: str) -> None:
+        """Read rates of dropout, which changes no logits, and say that training here applies none.
+
+        Raises:
+            CheckpointError: If a rate is not from 0 up to 1.
+        """
+        rates = {name: self.get(name, 0.0) for name in names}
+        for name, rate in rates.items():
+            if type(rate) not in (int, float) or not 0 <= rate < 1:
+                raise CheckpointError(f"{self.where}: {name} must be from 0 up to 1. Received: {name}={rate!r}")
+        if positive_rates := [f"{name}={rate}" for name, rate in rates.items() if rate]:
+            warnings.warn(
+                f"{self.where}: {', '.join(positive_rates)}: no dropout is applied here, in training either. Set the "
+                "rates to 0 in config.json to say that this is meant.",
+                stacklevel=2,
+            )
+
     def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """Read a name and return what `choices` holds for it."""
         value = self.get(name, default)
@@ -123,8 +143,9 @@ class Fields:
 
 def positive(value: Any, name: str, where: object) -> float:
     """Check a positive finite number."""
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise CheckpointError(f"{where}: {name} must be a positive number. Received: {name}={value!r}")
+    # A whole number of JSON may be too long for a float.
+    if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
+        raise CheckpointError(f"{where}: {name} must be a positive number. Received: {name}={repr(value)[:80]}")
     return float(value)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dew.nn.attention import AttentionSpec
 from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.embed import EmbeddingSpec
 from dew.nn.norm import NormSpec
@@ -28,20 +29,35 @@ def embedding_of(fields: Fields) -> EmbeddingSpec:
     return EmbeddingSpec(scale=fields.count("hidden_size") ** 0.5, round_scale=True)
 
 
+def heads_of(fields: Fields, **options: Any) -> AttentionSpec:
+    """Read the heads of every Gemma.
+
+    Args:
+        fields: The config.
+        **options: Further arguments of `attention_of`.
+    """
+    bias = fields.flag("attention_bias", False)
+    return attention_of(fields, head_dim=fields.count("head_dim", 256), bias=bias, out_bias=bias, **options)
+
+
+def tied_arguments(fields: Fields, layers: tuple[LayerSpec, ...], **more: Any) -> dict[str, Any]:
+    """Read what is outside the blocks of every Gemma.
+
+    Args:
+        fields: The config.
+        layers: The blocks.
+        **more: Further arguments of `CausalTransformer`.
+    """
+    return arguments_of(fields, layers, tied=True, embedding=embedding_of(fields), **more)
+
+
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `GemmaConfig`."""
     norm, max_length = norm_of(fields), fields.count("max_position_embeddings", 8192)
-    bias = fields.flag("attention_bias", False)
-    attention = attention_of(
-        fields,
-        head_dim=fields.count("head_dim", 256),
-        bias=bias,
-        out_bias=bias,
-        rotary=read_rotary(fields, max_length),
-    )
+    attention = heads_of(fields, default_key_value_heads=16, rotary=read_rotary(fields, max_length))
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", choices=ACTIVATIONS)
     layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
-    arguments = arguments_of(fields, layers, norm, max_length, tied=True, embedding=embedding_of(fields))
+    arguments = tied_arguments(fields, layers, norm=norm, max_length=max_length)
     fields.finish({**NEUTRAL, "hidden_activation": (None, "gelu_pytorch_tanh")})
     return arguments
 

@@ -2,22 +2,13 @@
 
 from typing import Any
 
-from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
+from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.nn.embed import HeadSpec
-from dew.pretrained.families.decoder import (
-    arguments_of,
-    attention_of,
-    kinds_config,
-    layer_config,
-    mlp_of,
-    model_config,
-    windows_of,
-    with_attention,
-)
+from dew.pretrained.families.decoder import windows_of, with_attention
 from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
 from dew.pretrained.families.fields import Fields
-from dew.pretrained.families.gemma import NEUTRAL, embedding_of, norm_of
-from dew.pretrained.families.gemma2 import query_scalar
+from dew.pretrained.families.gemma import NEUTRAL, norm_of, tied_arguments
+from dew.pretrained.families.gemma2 import blocks_config, layer_of
 from dew.pretrained.families.rotary import read_rotaries, write_rotaries
 
 # Base of each kind of layer, and the field that states it where no rotary parameters do.
@@ -27,29 +18,19 @@ BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_loca
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `Gemma3TextConfig`."""
     norm, max_length = norm_of(fields), fields.count("max_position_embeddings", 131072)
-    bias = fields.flag("attention_bias", False)
-    attention = attention_of(
-        fields,
-        head_dim=fields.count("head_dim", 256),
-        bias=bias,
-        out_bias=bias,
-        qk_norm=norm,
-        scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-    )
     window, rotary = fields.optional_count("sliding_window", 4096), read_rotaries(fields, max_length, BASES)
     # Older configs state the period instead of the kinds, and the reference still writes it beside them.
     period = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
     count = fields.count("num_hidden_layers")
     slides = [bool((index + 1) % period) for index in range(count)]
     windows = windows_of(fields, ["sliding_attention" if each else "full_attention" for each in slides], window)
-    mlp = mlp_of(fields, name="hidden_activation", default="gelu_pytorch_tanh")
-    layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="both")
+    layer = layer_of(fields, norm, qk_norm=norm)
     layers = tuple(
         with_attention(layer, window=each, rotary=rotary["full_attention" if each is None else "sliding_attention"])
         for each in windows
     )
     head = HeadSpec(softcap=fields.optional_number("final_logit_softcapping", None))
-    arguments = arguments_of(fields, layers, norm, max_length, tied=True, embedding=embedding_of(fields), head=head)
+    arguments = tied_arguments(fields, layers, norm=norm, max_length=max_length, head=head)
     # The reference reads attn_logit_softcapping and does not apply it, so only its absence is unambiguous.
     fields.finish({**NEUTRAL, "attn_logit_softcapping": (None,)})
     return arguments
@@ -57,20 +38,9 @@ def translate(fields: Fields) -> dict[str, Any]:
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Gemma3TextConfig`."""
-    config = layer_config(
-        module,
-        lambda layer: {
-            "attention_bias": layer.attention.bias,
-            "query_pre_attn_scalar": query_scalar(layer),
-        },
-        activation="hidden_activation",
-    )
-    kinds = kinds_config(module)
-    rotary = write_rotaries(
-        kinds["layer_types"], [layer.attention.rotary for layer in module.layers], module.max_length
-    )
-    head = {"final_logit_softcapping": module.head.softcap}
-    return {**model_config(module), **config, **kinds, "rope_parameters": rotary, **head}
+    config = blocks_config(module)
+    rotaries = [layer.attention.rotary for layer in module.layers]
+    return {**config, "rope_parameters": write_rotaries(config["layer_types"], rotaries, module.max_length)}
 
 
 FAMILY = Family(

@@ -37,9 +37,10 @@ NAMES = {
     "num_hidden_layers": "n_layer",
 }
 """Fields of other decoders, and what this config calls them."""
-# Dropout, which the published configs have and which no model here applies; other heads; an order of the same product.
+DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+# Other heads; an order of the same product.
 UNUSED = (
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn"),
+    "reorder_and_upcast_attn",
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 )
 
@@ -66,6 +67,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
         "max_length": max_length,
     }
+    fields.unapplied_dropout(*DROPOUT)
     for name in UNUSED:
         fields.get(name, None)
     fields.finish({"n_ctx": (max_length,)})

@@ -15,7 +15,7 @@ from dew.pretrained.families.decoder import (
     model_config,
 )
 from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
-from dew.pretrained.families.fields import Fields
+from dew.pretrained.families.fields import Fields, positive
 from dew.pretrained.families.rotary import read_rotary, write_rotary
 
 
@@ -40,7 +40,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     )
     layers = (layer,) * fields.count("num_hidden_layers")
     embedding = EmbeddingSpec(scale=fields.number("embedding_multiplier", 1.0))
-    head = HeadSpec(scale=1.0 / fields.number("logits_scaling", 1.0))
+    head = HeadSpec(scale=positive(1.0 / fields.number("logits_scaling", 1.0), "1 / logits_scaling", fields.where))
     arguments = arguments_of(fields, layers, norm, max_length, embedding=embedding, head=head)
     fields.finish()
     return arguments

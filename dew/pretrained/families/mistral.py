@@ -24,6 +24,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     attention = attention_of(
         fields,
         head_dim=divided_head_dim(fields),
+        default_key_value_heads=8,
         window=fields.optional_count("sliding_window", 4096),
         rotary=read_rotary(fields, max_length),
     )

@@ -25,7 +25,11 @@ def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `Qwen2Config`."""
     max_length = fields.count("max_position_embeddings", 32768)
     attention = attention_of(
-        fields, head_dim=divided_head_dim(fields), bias=True, rotary=read_rotary(fields, max_length)
+        fields,
+        head_dim=divided_head_dim(fields),
+        default_key_value_heads=32,
+        bias=True,
+        rotary=read_rotary(fields, max_length),
     )
     return windowed(fields, attention, NormSpec(eps=fields.number("rms_norm_eps", 1e-6)), max_length)
 

@@ -9,13 +9,10 @@ from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.qwen2 import windowed, windows_config
 from dew.pretrained.families.rotary import read_rotary, write_rotary
-from dew.pretrained.source import CheckpointError
 
 
 def translate(fields: Fields) -> dict[str, Any]:
     """Translate a `Qwen3Config`."""
-    if "num_key_value_heads" not in fields.config:
-        raise CheckpointError(f"{fields.where}: the config lacks 'num_key_value_heads'.")
     norm = NormSpec(eps=fields.number("rms_norm_eps", 1e-6))
     max_length = fields.count("max_position_embeddings", 32768)
     bias = fields.flag("attention_bias", False)
@@ -23,6 +20,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         fields,
         # The config class has its own default: a Qwen3 head is 128 wide whatever the width of the model.
         head_dim=fields.count("head_dim", 128),
+        default_key_value_heads=32,
         bias=bias,
         out_bias=bias,
         qk_norm=norm,

@@ -96,7 +96,7 @@ def read_rotary(
     values.setdefault("partial_rotary_factor", fields.get(names[1], default_fraction))
     kind = values.get("rope_type", values.get("type", "default"))
     if kinds is not None:
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise CheckpointError(f"{fields.where}: rope_type={kind!r} is not supported; known: {', '.join(kinds)}.")
         kind = values["rope_type"] = kinds[kind]
     original = fields.get("original_max_position_embeddings", default_original)
@@ -120,8 +120,13 @@ def rotary_of(values: dict[str, Any], max_length: int, where: object, *, partial
         raise CheckpointError(f"{where}: partial_rotary_factor must not exceed 1. Received: {fraction}")
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
-    scaling = None if kind == "default" else _scaling(kind, values, max_length, where)
-    return RotarySpec(theta=theta, scaling=scaling, fraction=fraction)
+    try:
+        scaling = None if kind == "default" else _scaling(kind, values, max_length, where)
+        return RotarySpec(theta=theta, scaling=scaling, fraction=fraction)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def read_rotaries(fields: Fields, max_length: int, bases: dict[str, tuple[str, float]]) -> dict[str, RotarySpec]:
@@ -136,7 +141,8 @@ def read_rotaries(fields: Fields, max_length: int, bases: dict[str, tuple[str, f
         CheckpointError: If the parameters are not one object per kind.
     """
     parameters, scaling = fields.get("rope_parameters", {}), fields.get("rope_scaling", {})
-    if not isinstance(parameters, dict) or not isinstance(scaling, dict) or not set(parameters) <= set(bases):
+    objects = [parameters, scaling, *(parameters.values() if isinstance(parameters, dict) else ())]
+    if not all(isinstance(each, dict | None) for each in objects) or not set(parameters) <= set(bases):
         raise CheckpointError(
             f"{fields.where}: rope_parameters must hold objects for {' and '.join(bases)}, rope_scaling be one. "
             f"Received: rope_parameters={parameters!r}, rope_scaling={scaling!r}"
@@ -200,7 +206,7 @@ def write_rotary(spec: RotarySpec | None, max_length: int, *, partial: bool = Fa
     names = {name: ours for name, (ours, _) in _FIELDS[kind][1].items() if values[ours] != defaults[ours]}
     written = {name: list(value) if isinstance(value := values[ours], tuple) else value for name, ours in names.items()}
     if isinstance(spec.scaling, LongRopeScaling):
-        implied = _longrope_factor(max_length / spec.scaling.original_max_length, spec.scaling.original_max_length)
+        implied = longrope_factor(max_length / spec.scaling.original_max_length, spec.scaling.original_max_length)
         if spec.scaling.attention_factor == implied:
             written.pop("attention_factor", None)
         else:
@@ -236,10 +242,15 @@ def _scaling(kind: Any, values: dict[str, Any], max_length: int, where: object) 
     }
     if kind != "linear":
         arguments["original_max_length"] = int(arguments.get("original_max_length", max_length))
+        if arguments["original_max_length"] < 2:
+            raise CheckpointError(
+                f"{where}: rope_type={kind!r} needs an original context of 2 tokens or more. Received: "
+                f"{arguments['original_max_length']}"
+            )
     if kind == "longrope" and "attention_factor" not in arguments:
         original = arguments["original_max_length"]
         stretch = max_length / original if values.get("factor") is None else positive(values["factor"], "factor", where)
-        arguments["attention_factor"] = _longrope_factor(stretch, original)
+        arguments["attention_factor"] = longrope_factor(stretch, original)
     return scaling(**arguments)
 
 
@@ -256,6 +267,6 @@ def _value(value: Any, name: str, where: object) -> Any:
     return positive(value, name, where)
 
 
-def _longrope_factor(stretch: float, original: int) -> float:
+def longrope_factor(stretch: float, original: int) -> float:
     """Factor on cos and sin of a context stretched from `original` tokens."""
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return 1.0 if stretch <= 1 or original < 2 else math.sqrt(1 + math.log(stretch) / math.log(original))

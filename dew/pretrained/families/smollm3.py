@@ -28,7 +28,9 @@ def translate(fields: Fields) -> dict[str, Any]:
     max_length = fields.count("max_position_embeddings", 32768)
     bias = fields.flag("attention_bias", False)
     rotary = read_rotary(fields, max_length, default_theta=2e6)
-    attention = attention_of(fields, head_dim=divided_head_dim(fields), bias=bias, out_bias=bias)
+    attention = attention_of(
+        fields, head_dim=divided_head_dim(fields), default_key_value_heads=4, bias=bias, out_bias=bias
+    )
     layer = LayerSpec(mixer=attention, mlp=mlp_of(fields, bias=fields.flag("mlp_bias", False)), norm=norm)
     rotates = _rotates(fields, fields.count("num_hidden_layers"))
     window = fields.optional_count("sliding_window", None)

@@ -21,7 +21,6 @@ WEIGHTS = decoder_weights_but(
     *linear("params/layers_{i}/mlp/down_proj", "model.layers.{i}.mlp.c_proj", "D F -> F D"),
 )
 DROPOUT = ("attention_dropout", "residual_dropout", "embedding_dropout")
-"""Rates that the published configs have and that no model here applies."""
 
 
 def translate(fields: Fields) -> dict[str, Any]:
@@ -41,8 +40,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", gated=False, bias=bias)
     layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
     arguments = arguments_of(fields, layers, norm, max_length, tied=True)
-    for name in DROPOUT:
-        fields.get(name, None)
+    fields.unapplied_dropout(*DROPOUT)
     fields.finish({"norm_type": ("layer_norm",), "mlp_type": ("default",)})
     return arguments
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dew.pretrained.families.fields import MAX_LAYERS
+from dew.pretrained.families.rotary import longrope_factor
 from dew.pretrained.gguf import GgufFile
 from dew.pretrained.source import CheckpointError
 from dew.tree import matches
@@ -29,12 +31,13 @@ DECODER_LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 FREQUENCIES = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 # Fields that change nothing at this value, in any architecture.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "rope.scaling.original_context_length": (0,),
-    "rope.scaling.finetuned": (False,),
+    "rope.scaling.finetuned": (False, True),  # whether the scaling was trained with, which changes no result
     "attention.causal": (True,),
 }
 _TOKENS = (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id"))
@@ -112,6 +115,34 @@ class GgufFields:
             )
 
 
+def as_stored(name: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
+    """Order of rows of an architecture that stores them as Hugging Face does: None."""
+    return None
+
+
+def rotated_neighbours(name: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
+    """Stored row that holds each Hugging Face row of a query or key projection; None for other tensors.
+
+    llama.cpp rotates neighbouring rows (2j, 2j+1) of a head, Hugging Face rotates (j, j + H/2). For some
+    architectures its converter permutes the rows accordingly; this undoes it.
+
+    Args:
+        name: Hugging Face name.
+        num_rows: Rows of the tensor.
+        config: What `GgufArchitecture.config` returned.
+
+    Raises:
+        CheckpointError: If the rows are not whole heads.
+    """
+    if not re.search(r"self_attn\.[qk]_proj\.", name):
+        return None
+    half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    if half < 1 or num_rows % (2 * half):
+        raise CheckpointError(f"Tensor {name!r} has {num_rows} rows, which are not whole heads of {2 * half}.")
+    # Hugging Face row (head, side, pair) is stored at (head, pair, side).
+    return np.arange(num_rows).reshape(-1, half, 2).swapaxes(1, 2).reshape(-1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufArchitecture:
     """One architecture.
@@ -122,7 +153,7 @@ class GgufArchitecture:
         tensors: Stem of a GGUF name to that of a Hugging Face name.
         layer_tensors: The same below `blk.N.`; the Hugging Face stem goes below `layer_prefix`.
         layer_prefix: What a layer is called; `{i}` stands for its number.
-        rotates_neighbours: Whether the query and key rows are stored in llama.cpp's order of rotation.
+        row_order: Hugging Face name, number of rows and config to the stored row of each row; None where they agree.
         shifted: Globs of Hugging Face names of which the file holds the values plus one.
         transposed: Globs of Hugging Face names that the file holds transposed.
     """
@@ -132,7 +163,7 @@ class GgufArchitecture:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: DECODER_TENSORS)
     layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: DECODER_LAYER_TENSORS)
     layer_prefix: str = "model.layers.{i}."
-    rotates_neighbours: bool = False
+    row_order: Callable[[str, int, dict[str, Any]], np.ndarray | None] = as_stored
     shifted: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
 
@@ -163,25 +194,6 @@ class GgufArchitecture:
             return f"{self.layer_prefix.replace('{i}', match[1])}{self.layer_tensors[match[2]]}.{suffix}"
         return name
 
-    def row_order(self, name: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
-        """Stored row that holds each Hugging Face row of a query or key projection; None where they agree.
-
-        llama.cpp rotates neighbouring rows (2j, 2j+1) of a head, Hugging Face rotates (j, j + H/2). For some
-        architectures its converter permutes the rows accordingly; this undoes it.
-
-        Args:
-            name: Hugging Face name.
-            num_rows: Rows of the tensor.
-            config: What `config` returned.
-        """
-        if not self.rotates_neighbours or not re.search(r"self_attn\.[qk]_proj\.", name):
-            return None
-        half = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
-        if half < 1 or num_rows % (2 * half):
-            raise CheckpointError(f"Tensor {name!r} has {num_rows} rows, which are not whole heads of {2 * half}.")
-        # Hugging Face row (head, side, pair) is stored at (head, pair, side).
-        return np.arange(num_rows).reshape(-1, half, 2).swapaxes(1, 2).reshape(-1)
-
     def is_shifted(self, name: str) -> bool:
         """Whether the file holds this tensor's values plus one."""
         return matches(name, self.shifted)
@@ -192,11 +204,18 @@ class GgufArchitecture:
 
     def consumed(self, config: dict[str, Any]) -> tuple[str, ...]:
         """Tensors of the file that the config already says."""
-        return (FREQUENCIES,) if config.get("rope_parameters", {}).get("rope_type") == "llama3" else ()
+        rotary = config.get("rope_parameters", {})
+        tables = {"llama3": (FREQUENCIES,), "longrope": (LONG_FACTORS, SHORT_FACTORS)}
+        return tables.get(rotary.get("full_attention", rotary).get("rope_type"), ())
 
 
 def decoder_fields(
-    fields: GgufFields, *, head_dim: int | None = None, theta: float = 10000.0, partial: bool = False
+    fields: GgufFields,
+    *,
+    head_dim: int | None = None,
+    theta: float = 10000.0,
+    partial: bool = False,
+    layer_norm: str | None = None,
 ) -> dict[str, Any]:
     """Read what Llama and its descendants share.
 
@@ -204,63 +223,153 @@ def decoder_fields(
         fields: The metadata.
         head_dim: Width of a head where the metadata does not say; None divides the width by the heads.
         theta: Base of the rotation where the metadata does not say.
-        partial: Whether `rope.dimension_count` may be less than a head; the caller reads it.
+        partial: Whether `rope.dimension_count` may be less than a head; the part is then stated.
+        layer_norm: Config field of the epsilon in an architecture with layer norms; None reads that of rms norms.
 
     Raises:
         CheckpointError: If a field is missing, of the wrong type, or not supported.
     """
-    heads, width = fields.count("attention.head_count"), fields.count("embedding_length")
+    shared = plain_fields(fields)
+    heads, width = shared["num_attention_heads"], shared["hidden_size"]
     default = max(1, width // heads) if head_dim is None else head_dim
-    rotated = default if partial else fields.count("rope.dimension_count", default)
-    head_dim = fields.count("attention.key_length", rotated)
-    for key in ("attention.value_length",) if partial else ("rope.dimension_count", "attention.value_length"):
-        if fields.count(key, head_dim) != head_dim:
-            raise CheckpointError(
-                f"{fields.where}: {fields.architecture}.{key}={fields.get(key)} differs from the {head_dim} dimensions "
-                "of a head; heads that rotate in part are not supported."
-            )
-    tokens = fields.file.metadata.get("tokenizer.ggml.tokens")
-    num_tokens = len(tokens) if isinstance(tokens, list) and tokens else None
+    rotated = fields.count("rope.dimension_count", default)
+    head_dim = fields.count("attention.key_length", default if partial else rotated)
+    if fields.count("attention.value_length", head_dim) != head_dim or (rotated != head_dim and not partial):
+        raise CheckpointError(
+            f"{fields.where}: rope.dimension_count={rotated}, attention.key_length={head_dim} and "
+            f"attention.value_length={fields.get('attention.value_length', head_dim)} differ; heads that rotate in "
+            f"part are not supported for {fields.architecture}."
+        )
+    if rotated > head_dim:
+        raise CheckpointError(f"{fields.where}: rope.dimension_count={rotated} exceeds the {head_dim} of a head.")
+    eps = f"attention.layer_norm_{'rms_' if layer_norm is None else ''}epsilon"
+    rotary = rope_parameters(fields, rotated, theta, shared["max_position_embeddings"])
     return {
-        "num_hidden_layers": fields.count("block_count"),
-        "max_position_embeddings": fields.count("context_length"),
-        "hidden_size": width,
-        "intermediate_size": fields.count("feed_forward_length"),
-        "num_attention_heads": heads,
+        **shared,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope_parameters(fields, head_dim, theta),
-        "vocab_size": fields.count("vocab_size", num_tokens),
+        layer_norm or "rms_norm_eps": fields.number(eps),
+        "rope_parameters": {**rotary, "partial_rotary_factor": rotated / head_dim} if partial else rotary,
+    }
+
+
+def pop_implied_head_dim(fields: GgufFields, shared: dict[str, Any]) -> int:
+    """Take the width of a head out of the shared fields, for a config that cannot state it.
+
+    Raises:
+        CheckpointError: If it is not the width of the model divided by the heads.
+    """
+    head_dim, heads, width = shared.pop("head_dim"), shared["num_attention_heads"], shared["hidden_size"]
+    if head_dim * heads != width:
+        raise CheckpointError(
+            f"{fields.where}: heads of {head_dim} are not the width {width} divided by {heads}, which a config of this "
+            "architecture cannot express."
+        )
+    return head_dim
+
+
+def plain_fields(fields: GgufFields) -> dict[str, Any]:
+    """Read the sizes that every decoder has.
+
+    Raises:
+        CheckpointError: If one is missing or of the wrong type.
+    """
+    tokens = fields.file.metadata.get("tokenizer.ggml.tokens")
+    num_layers = fields.count("block_count")
+    if num_layers > MAX_LAYERS:
+        raise CheckpointError(f"{fields.where}: block_count={num_layers}; at most {MAX_LAYERS} layers are read.")
+    return {
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": fields.count("context_length"),
+        "hidden_size": fields.count("embedding_length"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_attention_heads": fields.count("attention.head_count"),
+        "vocab_size": fields.count("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None),
         "tie_word_embeddings": not fields.has_tensor("output.weight"),
     }
 
 
-def rope_parameters(fields: GgufFields, head_dim: int, theta: float) -> dict[str, Any]:
+def layer_kinds(fields: GgufFields, num_layers: int, period: int) -> list[str]:
+    """Read which layers have the window: a flag for each, or a period whose last layer has none.
+
+    Args:
+        fields: The metadata.
+        num_layers: How many there are.
+        period: What it is where the metadata says nothing.
+
+    Raises:
+        CheckpointError: If the metadata says something else.
+    """
+    pattern = fields.get("attention.sliding_window_pattern", period)
+    if type(pattern) is int and 0 < pattern < 2**31:
+        pattern = [bool((layer + 1) % pattern) for layer in range(num_layers)]
+    if not isinstance(pattern, list) or len(pattern) != num_layers or not all(each in (0, 1) for each in pattern):
+        raise CheckpointError(
+            f"{fields.where}: {fields.architecture}.attention.sliding_window_pattern must be a period or a flag for "
+            f"each of {num_layers} layers. Received: {str(pattern)[:80]}"
+        )
+    return ["sliding_attention" if each else "full_attention" for each in pattern]
+
+
+def rope_parameters(fields: GgufFields, rotated: int, theta: float, max_length: int) -> dict[str, Any]:
     """Read how positions rotate.
 
     Args:
         fields: The metadata.
-        head_dim: Rotated dimensions of a head.
+        rotated: Rotated dimensions of a head.
         theta: Base where the metadata does not say.
+        max_length: Longest context in tokens.
 
     Raises:
-        CheckpointError: If the scaling is not known.
+        CheckpointError: If the scaling is not known, or its tables are damaged.
     """
     theta = fields.number("rope.freq_base", theta)
     kind = fields.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(
-            f"{fields.where}: {fields.architecture}.rope.scaling.type={kind!r} is not supported; known: none, linear."
+            f"{fields.where}: {fields.architecture}.rope.scaling.type={kind!r} is not supported; known: none, linear, "
+            "yarn, longrope."
         )
+    default = {"rope_type": "default", "rope_theta": theta}
     if fields.has_tensor(FREQUENCIES):
-        table = fields.file.floats(FREQUENCIES)
-        if kind == "none" and (found := _llama3_scaling(table, theta, head_dim)):
-            return found
-        return {"rope_type": "default", "rope_theta": theta}  # the table is then left over, and refused by its name
+        found = _llama3_scaling(fields.file.floats(FREQUENCIES), theta, rotated) if kind == "none" else None
+        return found or default  # a table that is none of these is then left over, and refused by its name
+    if kind == "longrope" or (kind == "none" and fields.has_tensor(LONG_FACTORS)):
+        return {"rope_type": "longrope", "rope_theta": theta, **_longrope_fields(fields, rotated, max_length)}
+    if kind == "yarn":
+        fast, slow = (
+            fields.number(f"rope.scaling.yarn_beta_{name}", value) for name, value in (("fast", 32.0), ("slow", 1.0))
+        )
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": fields.number("rope.scaling.factor"),
+            "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
+            **{
+                name: value
+                for name, value, usual in (("beta_fast", fast, 32.0), ("beta_slow", slow, 1.0))
+                if value != usual
+            },
+        }
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": fields.number("rope.scaling.factor")}
-    return {"rope_type": "default", "rope_theta": theta}
+    return default
+
+
+def _longrope_fields(fields: GgufFields, rotated: int, max_length: int) -> dict[str, Any]:
+    """Read the two tables of factors, and the factor on cos and sin where it is not the one that the contexts imply."""
+    factors = {}
+    for name, tensor in (("short_factor", SHORT_FACTORS), ("long_factor", LONG_FACTORS)):
+        if not fields.has_tensor(tensor) or fields.file.tensors[tensor].shape != (rotated // 2,):
+            raise CheckpointError(
+                f"{fields.where}: longrope needs {tensor!r} with {rotated // 2} factors, one for a pair of dimensions."
+            )
+        factors[name] = [float(str(each)) for each in fields.file.floats(tensor)]
+    original = fields.count("rope.scaling.original_context_length")
+    implied = longrope_factor(max_length / original, original)
+    stated = fields.number("rope.scaling.attn_factor", implied)
+    own = {} if math.isclose(stated, implied, rel_tol=1e-6) else {"attention_factor": stated}
+    return {**factors, "original_max_position_embeddings": original, **own}
 
 
 def _llama3_scaling(table: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields, layer_kinds
 from dew.pretrained.formats.gguf_gemma import SHIFTED
 from dew.pretrained.formats.gguf_gemma2 import LAYER_TENSORS, query_scalar
 
@@ -14,7 +14,6 @@ LARGEST_LAYERS = 62  # Gemma 3 27B
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to a `Gemma3TextConfig`."""
     shared = decoder_fields(fields, head_dim=256, theta=1e6)
-    layers = range(1, shared["num_hidden_layers"] + 1)
     local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
     config = {
         "model_type": "gemma3_text",
@@ -22,7 +21,7 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         **shared,
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": fields.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if layer % PERIOD else "full_attention" for layer in layers],
+        "layer_types": layer_kinds(fields, shared["num_hidden_layers"], PERIOD),
         "query_pre_attn_scalar": query_scalar(shared, LARGEST_LAYERS),
         "rope_parameters": {"full_attention": shared["rope_parameters"], "sliding_attention": local},
     }

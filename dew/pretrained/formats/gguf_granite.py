@@ -2,13 +2,19 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import (
+    GgufArchitecture,
+    GgufFields,
+    decoder_fields,
+    pop_implied_head_dim,
+    rotated_neighbours,
+)
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to a `GraniteConfig`."""
     shared = decoder_fields(fields)
-    head_dim = shared.pop("head_dim")
+    head_dim = pop_implied_head_dim(fields, shared)
     config = {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],
@@ -23,4 +29,4 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-ARCHITECTURE = GgufArchitecture(name="granite", translate=translate, rotates_neighbours=True)
+ARCHITECTURE = GgufArchitecture(name="granite", translate=translate, row_order=rotated_neighbours)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields, rotated_neighbours
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
@@ -19,4 +19,4 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-ARCHITECTURE = GgufArchitecture(name="llama", translate=translate, rotates_neighbours=True)
+ARCHITECTURE = GgufArchitecture(name="llama", translate=translate, row_order=rotated_neighbours)

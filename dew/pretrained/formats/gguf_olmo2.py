@@ -1,8 +1,15 @@
-"""GGUF files of the `olmo2` architecture: norms after each part, and over all queries and keys."""
+"""GGUF files of the `olmo2` architecture: OLMo 2, and OLMo 3, whose files have the same name and a window."""
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import DECODER_LAYER_TENSORS, GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import (
+    DECODER_LAYER_TENSORS,
+    GgufArchitecture,
+    GgufFields,
+    decoder_fields,
+    layer_kinds,
+    pop_implied_head_dim,
+)
 
 _LAYER_TENSORS = {
     **{name: stem for name, stem in DECODER_LAYER_TENSORS.items() if name not in ("attn_norm", "ffn_norm")},
@@ -13,12 +20,26 @@ _LAYER_TENSORS = {
 }
 
 
+PERIOD = 4
+
+
 def translate(fields: GgufFields) -> dict[str, Any]:
-    """Translate the metadata to an `Olmo2Config`."""
+    """Translate the metadata to an `Olmo2Config`, or to an `Olmo3Config` where there is a window."""
     shared = decoder_fields(fields)
-    shared.pop("head_dim")
+    pop_implied_head_dim(fields, shared)
+    config = {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], **shared, "hidden_act": "silu"}
+    if fields.get("attention.sliding_window", 0):
+        rotary = shared["rope_parameters"]
+        local = {"rope_type": "default", "rope_theta": rotary["rope_theta"]}
+        config |= {
+            "model_type": "olmo3",
+            "architectures": ["Olmo3ForCausalLM"],
+            "sliding_window": fields.count("attention.sliding_window"),
+            "layer_types": layer_kinds(fields, shared["num_hidden_layers"], PERIOD),
+            "rope_parameters": {"full_attention": rotary, "sliding_attention": local},
+        }
     fields.finish()
-    return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], **shared, "hidden_act": "silu"}
+    return config
 
 
 ARCHITECTURE = GgufArchitecture(name="olmo2", translate=translate, layer_tensors=_LAYER_TENSORS)

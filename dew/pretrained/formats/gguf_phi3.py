@@ -1,8 +1,13 @@
-"""GGUF files of the `phi3` architecture: Phi-3 and Phi-4 without longrope, whose factors are tensors of the file."""
+"""GGUF files of the `phi3` architecture: Phi-3 and Phi-4. The factors of longrope are tensors of the file."""
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import (
+    GgufArchitecture,
+    GgufFields,
+    decoder_fields,
+    pop_implied_head_dim,
+)
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -15,12 +20,10 @@ _LAYER_TENSORS = {
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
-    """Translate the metadata to a `Phi3Config`. Factors of longrope are left over, and refused by their name."""
-    rotated = fields.get("rope.dimension_count")
+    """Translate the metadata to a `Phi3Config`."""
     shared = decoder_fields(fields, partial=True)
-    head_dim = shared.pop("head_dim")
-    if type(rotated) is int and rotated != head_dim:
-        shared["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
+    pop_implied_head_dim(fields, shared)
+    max_length = shared["max_position_embeddings"]
     window = fields.get("attention.sliding_window", 0)
     config = {
         "model_type": "phi3",
@@ -28,9 +31,12 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         **shared,
         "hidden_act": "silu",
         "sliding_window": fields.count("attention.sliding_window") if window else None,
-        "original_max_position_embeddings": shared["max_position_embeddings"],
+        "original_max_position_embeddings": shared["rope_parameters"].get(
+            "original_max_position_embeddings", max_length
+        ),
     }
-    fields.finish({"rope.scaling.original_context_length": (shared["max_position_embeddings"],)})
+    # The converter writes these of a model without longrope too.
+    fields.finish({"rope.scaling.original_context_length": (max_length,), "rope.scaling.attn_factor": (1.0,)})
     return config
 
 

@@ -2,19 +2,13 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
-from dew.pretrained.source import CheckpointError
+from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields, pop_implied_head_dim
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to a `Qwen2Config`."""
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **decoder_fields(fields)}
-    head_dim = config.pop("head_dim")
-    if head_dim * config["num_attention_heads"] != config["hidden_size"]:
-        raise CheckpointError(
-            f"{fields.where}: heads of {head_dim} are not the width {config['hidden_size']} divided by "
-            f"{config['num_attention_heads']}, which a Qwen2 config cannot express."
-        )
+    pop_implied_head_dim(fields, config)
     fields.finish()
     return {**config, "hidden_act": "silu", "use_sliding_window": False}
 

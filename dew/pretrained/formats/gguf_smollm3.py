@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from dew.pretrained.formats.architecture import GgufArchitecture, GgufFields, decoder_fields
+from dew.pretrained.formats.architecture import (
+    GgufArchitecture,
+    GgufFields,
+    decoder_fields,
+    pop_implied_head_dim,
+    rotated_neighbours,
+)
 
 PERIOD = 4
 
@@ -10,7 +16,7 @@ PERIOD = 4
 def translate(fields: GgufFields) -> dict[str, Any]:
     """Translate the metadata to a `SmolLM3Config`."""
     shared = decoder_fields(fields)
-    shared.pop("head_dim")
+    pop_implied_head_dim(fields, shared)
     config = {
         "model_type": "smollm3",
         "architectures": ["SmolLM3ForCausalLM"],
@@ -23,4 +29,4 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-ARCHITECTURE = GgufArchitecture(name="smollm3", translate=translate, rotates_neighbours=True)
+ARCHITECTURE = GgufArchitecture(name="smollm3", translate=translate, row_order=rotated_neighbours)

@@ -243,7 +243,7 @@ def test_a_missing_weight_is_named():
     "field, value, message",
     [
         ("remat", "minimal", "remat policy 'minimal' is not available yet"),
-        ("attention_impl", "cudnn", "attention_impl must be 'auto' or 'xla'. Received: attention_impl='cudnn'"),
+        ("attention_impl", "flash", "attention_impl must be one of 'auto', 'xla', .*Received: attention_impl='flash'"),
         ("bank_layers", 0, "bank_layers must be None or positive. Received: bank_layers=0"),
     ],
 )

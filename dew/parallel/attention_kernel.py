@@ -1,0 +1,81 @@
+"""One-device attention kernels on a mesh that splits rows and heads: nothing is exchanged.
+
+Entry point: `sharded_attention`, `attention` for code that GSPMD partitions. It cannot partition a compiled kernel, so
+those run in a `shard_map`; plain XLA operations it partitions as any others. No bytes move, except where query heads
+are split and key/value heads are not: then each device repeats the whole keys and values for its own heads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+from dew.arrays import Array, Float
+from dew.kernels.attention import Visibility, attention
+from dew.kernels.attention_choice import AttentionCall, Implementation, attention_choice
+from dew.placement.rules import DEFAULT_RULES, resolve
+
+QUERY_NAMES = ("activation_batch", None, "activation_heads", None)
+KEY_NAMES = ("activation_batch", "activation_kv", None, None)
+
+
+def sharded_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    *,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T N H"]:
+    """Attend within rows that a mesh splits, with heads that it splits; arguments as `attention`'s.
+
+    Raises:
+        ValueError: As `attention` does, for the part of the call that one device gets.
+    """
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    mesh = jax.sharding.get_abstract_mesh()
+    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.empty or mesh.size == 1 or not left:
+        return attention(
+            query, key, value, visibility=visibility, sinks=sinks, implementation=implementation, **options
+        )
+    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
+    by_query = _padded(resolve(QUERY_NAMES, query.shape, mesh, rules).spec)
+    by_key = _padded(resolve(KEY_NAMES, key.shape, mesh, rules).spec)
+    if by_query[2] != by_key[1]:
+        key, value = (jnp.repeat(x, query.shape[2] // key.shape[1], axis=1) for x in (key, value))
+        by_key = (by_query[0], by_query[2], None, None)
+    call = AttentionCall.of(query, key, visibility, softcap, sinks).part(
+        _shards(mesh, by_query[0]), _shards(mesh, by_query[2])
+    )
+    if attention_choice(call, implementation).kernel == "xla":
+        return attention(query, key, value, visibility=visibility, sinks=sinks, implementation="xla", **options)
+
+    slots, structure = jax.tree.flatten(visibility)
+
+    def part(query, key, value, slots, sinks):
+        own = jax.tree.unflatten(structure, slots)
+        return attention(query, key, value, visibility=own, sinks=sinks, implementation=implementation, **options)
+
+    by_slot = [PartitionSpec(by_query[0] if x.shape[0] > 1 else None) for x in slots]
+    by_sink = None if sinks is None else PartitionSpec(by_query[2])
+    specs = (PartitionSpec(*by_query), PartitionSpec(*by_key), PartitionSpec(*by_key), by_slot, by_sink)
+    run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
+    return run(query, key, value, slots, sinks)
+
+
+def _padded(spec: PartitionSpec) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (4 - len(spec)))
+
+
+def _shards(mesh: Any, entry: Any) -> int:
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    size = 1
+    for axis in axes:
+        size *= mesh.shape[axis]
+    return size

@@ -1,0 +1,202 @@
+"""1F1B: each microbatch runs backward as soon as it is scored, so the memory of a step does not grow with their number.
+
+Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2). Stages tick in lockstep and idle ones are
+masked: control flow that differs between stages deadlocks where the partitioner puts a collective into a branch. A
+stage keeps the inputs of the microbatches on their way, 2 S - 1 at most, and runs forward again from them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dew.arrays import Array, Float
+from dew.parallel.gpipe import through_stages
+from dew.parallel.schedules import IDLE, one_f_one_b_timetable
+from dew.parallel.stages import Pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedModel:
+    """The pure functions of a model that scores inside its schedule.
+
+    `outer` is what is not a stage's: tables, last norm, head. `given` is what a batch says of its rows' tokens.
+
+    Attributes:
+        embed: (outer, given) -> activations [rows, T, D].
+        stage: (one stage's weights, activations, given) -> activations.
+        score: (outer, activations, given) -> (total, further sums), the total a scalar to differentiate.
+        pinned: (outer, weights of all stages) -> the same, where they live; for the sums of gradients.
+    """
+
+    embed: Callable[[Any, Any], Array]
+    stage: Callable[[Any, Array, Any], Array]
+    score: Callable[[Any, Array, Any], tuple[Array, Any]]
+    pinned: Callable[[Any, Any], tuple[Any, Any]]
+
+
+def scheduled_loss(
+    pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any
+) -> tuple[Float[Array, ""], Any]:
+    """Score a batch; differentiated, compute its gradients in the order of the schedule.
+
+    Args:
+        pipeline: The stages and microbatches.
+        model: The model's functions.
+        outer: Weights outside the stages.
+        weights: Weights of all stages, leaves `[stages, ...]`.
+        given: Tree of arrays `[B, T]`.
+
+    Returns:
+        The total, differentiable with respect to `outer` and `weights`, and the further sums.
+
+    Raises:
+        ValueError: If a device's rows do not divide into microbatches.
+    """
+    return _scheduled(pipeline, model, outer, weights, given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scheduled(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> tuple[Array, Any]:
+    x = through_stages(pipeline, model.stage, weights, model.embed(outer, given), given)
+    return model.score(outer, x, given)
+
+
+def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> Any:
+    schedule = _Schedule(pipeline, model, outer, weights, jax.tree.map(pipeline.split, given))
+    table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
+    carry = schedule.start()
+    for (runs_forward, runs_backward), ticks in _phases(table.forward, table.backward):
+        tick = functools.partial(schedule.tick, runs_forward=runs_forward, runs_backward=runs_backward)
+        carry, _ = jax.lax.scan(tick, carry, (ticks, table.forward[ticks], table.backward[ticks]))
+    gradients = jax.tree.map(lambda total, own: total.astype(own.dtype), carry["gradients"], (outer, weights))
+    return carry["sums"], gradients
+
+
+def _backward(pipeline: Pipeline, model: StagedModel, gradients: Any, cotangents: tuple[Array, Any]) -> Any:
+    by_total = cotangents[0]
+    scaled = jax.tree.map(lambda gradient: gradient * by_total.astype(gradient.dtype), gradients)
+    return *scaled, None
+
+
+_scheduled.defvjp(_forward, _backward)
+
+
+def _phases(forward: np.ndarray, backward: np.ndarray) -> list[tuple[tuple[bool, bool], np.ndarray]]:
+    """Group the ticks by what any stage does in them: filling, steady state, draining."""
+    does = [(bool(f), bool(b)) for f, b in zip((forward != IDLE).any(1), (backward != IDLE).any(1), strict=True)]
+    grouped = itertools.groupby(range(len(does)), key=does.__getitem__)
+    return [(kind, np.array(list(ticks), np.int32)) for kind, ticks in grouped]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """The ticks of one step.
+
+    Attributes:
+        pipeline: The stages and microbatches.
+        model: The model's functions.
+        outer: Weights outside the stages.
+        weights: Weights of all stages.
+        parts: What the microbatches say, leaves `[M, rows, T]`.
+    """
+
+    pipeline: Pipeline
+    model: StagedModel
+    outer: Any
+    weights: Any
+    parts: Any
+
+    @property
+    def slots(self) -> int:
+        """Stage inputs that are kept: those of the first stage, which waits longest."""
+        return 2 * self.pipeline.stages - 1
+
+    def start(self) -> dict[str, Any]:
+        """Make the values that the first tick is handed."""
+        embedded, (total, further) = jax.eval_shape(self._scored_whole, self._part(jnp.int32(0)))
+        zeros = jnp.zeros((self.pipeline.stages, *embedded.shape), embedded.dtype)
+        kept = jnp.zeros((self.slots, *zeros.shape), zeros.dtype)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (total, further))
+        gradients = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), (self.outer, self.weights)
+        )
+        return {
+            "handed": self.pipeline.pinned(zeros),
+            "returned": self.pipeline.pinned(zeros),
+            "kept": self.pipeline.pinned_slots(kept),
+            "sums": sums,
+            "gradients": self.model.pinned(*gradients),
+        }
+
+    def tick(
+        self, carry: dict[str, Any], entries: tuple[Array, Array, Array], *, runs_forward: bool, runs_backward: bool
+    ) -> tuple[dict[str, Any], None]:
+        """Run one tick on all stages: forward, then backward."""
+        number, forward, backward = entries
+        done = None
+        if runs_forward:
+            carry, done = self._run_forward(carry, number, forward)
+        if runs_backward:
+            carry = self._run_backward(carry, done, forward, backward)
+        return carry, None
+
+    def _run_forward(self, carry: dict[str, Any], number: Array, forward: Array) -> tuple[dict[str, Any], Array]:
+        pipeline = self.pipeline
+        first = self.model.embed(self.outer, self._part(forward[0]))
+        x = pipeline.pinned(pipeline.at(0, first, carry["handed"]))
+        kept = jax.lax.dynamic_update_index_in_dim(carry["kept"], x, number % self.slots, 0)
+        done = self._stages(self.weights, x, pipeline.taken(self.parts, forward))
+        kept = pipeline.pinned_slots(kept)
+        return carry | {"handed": pipeline.shifted(done, 1), "kept": kept}, done
+
+    def _run_backward(
+        self, carry: dict[str, Any], done: Array | None, forward: Array, backward: Array
+    ) -> dict[str, Any]:
+        pipeline, (by_outer, by_weights) = self.pipeline, carry["gradients"]
+        arriving = carry["returned"]
+        if done is not None:  # the last stage turns what it has just finished around
+            sums, by_scoring, last = self._scored(pipeline.from_stage(done, pipeline.stages - 1), forward[-1])
+            carry = carry | {"sums": jax.tree.map(jnp.add, carry["sums"], sums)}
+            by_outer = _added(by_outer, by_scoring)
+            arriving = pipeline.at(pipeline.stages - 1, last, arriving)
+        arriving = pipeline.pinned(pipeline.where(backward != IDLE, arriving, jnp.zeros_like(arriving)))
+        # A stage's input was kept at the tick of its forward pass, its own number after the microbatch's.
+        x = pipeline.picked(carry["kept"], (backward + np.arange(pipeline.stages)) % self.slots)
+        inputs = pipeline.taken(self.parts, backward)
+        _, transposed = jax.vjp(lambda weights, x: self._stages(weights, x, inputs), self.weights, x)
+        by_stages, leaving = transposed(arriving)
+        leaving = pipeline.pinned(leaving)
+        _, transposed = jax.vjp(lambda outer: self.model.embed(outer, self._part(backward[0])), self.outer)
+        (by_embedding,) = transposed(pipeline.from_stage(leaving, 0))
+        gradients = self.model.pinned(_added(by_outer, by_embedding), _added(by_weights, by_stages))
+        return carry | {"returned": pipeline.shifted(leaving, -1), "gradients": gradients}
+
+    def _scored(self, x: Array, microbatch: Array) -> tuple[Any, Any, Array]:
+        """Score what left the last stage: the sums, the total's gradients by the outer weights and by `x`."""
+        given = self._part(microbatch)
+        total, transposed, further = jax.vjp(
+            lambda outer, x: self.model.score(outer, x, given), self.outer, x, has_aux=True
+        )
+        by_outer, by_x = transposed(jnp.ones_like(total))
+        return (total, further), by_outer, by_x
+
+    def _scored_whole(self, given: Any) -> tuple[Array, Any]:
+        x = self.model.embed(self.outer, given)
+        return x, self.model.score(self.outer, x, given)
+
+    def _stages(self, weights: Any, x: Array, inputs: Any) -> Array:
+        return self.pipeline.pinned(self.pipeline.map(self.model.stage)(weights, x, inputs))
+
+    def _part(self, microbatch: Array) -> Any:
+        """Give what one microbatch says; of an idle stage's, the first."""
+        return jax.tree.map(lambda leaf: leaf[jnp.maximum(microbatch, 0)], self.parts)
+
+
+def _added(sums: Any, more: Any) -> Any:
+    return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, more)

@@ -1,0 +1,102 @@
+"""Which microbatch each pipeline stage works on at each tick: timetables as data, and what follows from them.
+
+Entry points: `Timetable`, `gpipe_timetable`, `one_f_one_b_timetable` (GPipe: https://arxiv.org/abs/1811.06965, section
+2.3; 1F1B: https://arxiv.org/abs/1806.03377, section 3.2). All stages tick together; an idle one is masked.
+"""
+
+import dataclasses
+
+import numpy as np
+
+IDLE = -1
+"""A timetable's entry where a stage has nothing to do."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timetable:
+    """The microbatches of a training step, tick by tick.
+
+    In one tick a stage may run one microbatch forward and one backward, forward first.
+
+    Attributes:
+        forward: int32 [ticks, stages], the microbatch each stage runs forward; `IDLE` for none.
+        backward: int32 [ticks, stages], likewise backward.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages work."""
+        return self.forward.shape[1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches every stage runs."""
+        return int(self.forward.max()) + 1
+
+    @property
+    def forward_ticks(self) -> int:
+        """Ticks in which stages run forward; the idle ones take as long as the others."""
+        return int((self.forward != IDLE).any(axis=1).sum())
+
+    @property
+    def backward_ticks(self) -> int:
+        """Ticks in which stages run backward."""
+        return int((self.backward != IDLE).any(axis=1).sum())
+
+    @property
+    def kept_inputs(self) -> np.ndarray:
+        """Most inputs that each stage keeps at a time for its backward passes, int [stages]."""
+        started = np.cumsum(self.forward != IDLE, axis=0)
+        finished = np.cumsum(self.backward != IDLE, axis=0)
+        # The backward pass of a tick reads its input before giving it up.
+        held = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
+        return held.max(axis=0)
+
+    def bubble(self, backward_cost: float = 2.0) -> float:
+        """Give the share of the stages' time in which they are idle.
+
+        Args:
+            backward_cost: Time of a backward pass over that of a forward pass.
+        """
+        useful = self.num_microbatches * (1 + backward_cost)
+        return 1 - useful / (self.forward_ticks + backward_cost * self.backward_ticks)
+
+
+def gpipe_timetable(num_stages: int, num_microbatches: int) -> Timetable:
+    """Run all microbatches forward, then all backward in the opposite order.
+
+    The idle share is (S - 1) / (M + S - 1), and every stage keeps what its M microbatches need.
+
+    Args:
+        num_stages: Stages S.
+        num_microbatches: Microbatches M.
+    """
+    forward = _entries(np.arange(num_microbatches + num_stages - 1)[:, None] - np.arange(num_stages), num_microbatches)
+    idle = np.full_like(forward, IDLE)
+    return Timetable(np.concatenate([forward, idle]), np.concatenate([idle, forward[::-1]]))
+
+
+def one_f_one_b_timetable(num_stages: int, num_microbatches: int) -> Timetable:
+    """Run each microbatch backward as soon as the last stage has scored it, in lockstep.
+
+    Stage s runs microbatch t - s forward and t - 2 (S - 1) + s backward at tick t. No stage runs backward in the first
+    S - 1 ticks and none forward in the last, so the idle share is GPipe's, (S - 1) / (M + S - 1). Stage s keeps at most
+    2 (S - s) - 1 inputs, whatever M is.
+
+    Args:
+        num_stages: Stages S.
+        num_microbatches: Microbatches M.
+    """
+    ticks, stages = np.arange(num_microbatches + 2 * (num_stages - 1))[:, None], np.arange(num_stages)
+    return Timetable(
+        _entries(ticks - stages, num_microbatches),
+        _entries(ticks - 2 * (num_stages - 1) + stages, num_microbatches),
+    )
+
+
+def _entries(microbatches: np.ndarray, count: int) -> np.ndarray:
+    """Mark what lies outside the step's microbatches as idle."""
+    return np.where((microbatches >= 0) & (microbatches < count), microbatches, IDLE).astype(np.int32)

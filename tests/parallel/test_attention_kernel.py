@@ -1,0 +1,87 @@
+"""On a mesh a compiled kernel gets each device's rows and heads, and gives what plain operations give."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dew.kernels import attention_blocks, attention_choice, attention_tpu, attention_xla
+from dew.kernels.attention import attention, consecutive_visibility
+from dew.parallel.attention_kernel import sharded_attention
+from dew.placement import MeshSpec, build_mesh
+
+B, T, H = 4, 128, 64
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand in for a TPU: its kernel is interpreted, and the shapes that it gets are noted."""
+    seen = []
+
+    def interpreted(query, key, *rest):
+        seen.append((query.shape, key.shape))
+        return kernel(query, key, *rest, interpret=True)
+
+    kernel = attention_tpu.tpu_attention
+    monkeypatch.setattr(attention_tpu, "tpu_attention", interpreted)
+    monkeypatch.setattr(attention_choice, "accelerator", lambda: attention_choice.Accelerator(platform="tpu"))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "spec, num_heads, num_kv_heads, sizes",
+    [
+        (MeshSpec(fsdp=2, tensor=2), 4, 2, ((1, T, 2, H), (1, 1, T, H))),
+        (MeshSpec(tensor=4), 8, 2, ((2, T, 2, H), (2, 2, T, H))),  # two key/value heads, repeated for four devices
+        (MeshSpec(tensor=8), 4, 2, ((4, T, 4, H), (4, 2, T, H))),  # whole on every device
+    ],
+    ids=str,
+)
+def test_each_device_runs_the_kernel_on_its_own_part(calls, spec, num_heads, num_kv_heads, sizes):
+    mesh = build_mesh(spec)
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = jax.random.normal(keys[0], (B, T, num_heads, H))
+    key, value = (jax.random.normal(k, (B, num_kv_heads, T, H)) for k in keys[1:3])
+    sinks = jax.random.normal(keys[3], (num_heads,))
+    segments = jnp.sort(jax.random.randint(jax.random.key(5), (B, T), 1, 4), axis=1)
+    visibility = consecutive_visibility(T, T, query_segments=segments, key_segments=segments, window=50)
+
+    def loss(of, *inputs):
+        *heads, sinks = inputs
+        return jnp.sum(jnp.sin(of(*heads, visibility=visibility, scale=0.125, sinks=sinks)))
+
+    plain = functools.partial(attention, implementation="xla")
+    want = jax.jit(jax.value_and_grad(functools.partial(loss, plain), (0, 1, 2, 3)))(query, key, value, sinks)
+    rows = NamedSharding(mesh, PartitionSpec(("data", "expert", "fsdp")))
+    with jax.set_mesh(mesh):
+        inputs = [jax.device_put(x, rows) for x in (query, key, value)]
+        got = jax.jit(jax.value_and_grad(functools.partial(loss, sharded_attention), (0, 1, 2, 3)))(*inputs, sinks)
+    assert set(calls) == {sizes}
+    for found, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_blocks_of_long_rows_are_partitioned_without_moving_anything(monkeypatch):
+    monkeypatch.setattr(attention_xla, "DENSE_QUERIES", 1)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 16)
+    mesh = build_mesh(MeshSpec(fsdp=4, tensor=2))
+    sizes = [(4, 32, 4, 8), (4, 2, 32, 8), (4, 2, 32, 8)]
+    specs = [PartitionSpec("fsdp", None, "tensor"), *[PartitionSpec("fsdp", "tensor")] * 2]
+    segments = jnp.ones((4, 32), jnp.int32)
+    visibility = consecutive_visibility(32, 32, query_segments=segments, key_segments=segments)
+
+    def loss(query, key, value):
+        return jnp.sum(jnp.sin(sharded_attention(query, key, value, visibility=visibility, scale=0.5)))
+
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        inputs = [jax.ShapeDtypeStruct(size, jnp.float32, sharding=at) for size, at in zip(sizes, places, strict=True)]
+        run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=tuple(places))
+        text = run.lower(*inputs).compile().as_text()
+    assert "while(" in text
+    assert re.findall("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", text) == []
