@@ -22,7 +22,7 @@ def copied(model: Any, memo: dict[int, Any]) -> Any:
         A model that trains on without changing the first.
 
     Raises:
-        RuntimeError: If a verb of the model is running.
+        RuntimeError: If a verb of the model is running, or `close` freed its weights.
     """
     engine = model._engine
     engine.check_idle("deepcopy")

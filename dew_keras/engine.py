@@ -254,7 +254,9 @@ class Engine(RestoresRuns, PlacedModel):
             saved, progress = self.waiting.begin()
             if saved is not None:
                 state = self._continued(state, saved) or state
+            self.waiting.take(None)
             loop = trainer.loop(state, nonfinite_limit=None)  # Keras goes on; TerminateOnNaN stops
+            batches = loop.batches
             run = FitRun(
                 loop=loop,
                 gate=gate,
@@ -273,6 +275,8 @@ class Engine(RestoresRuns, PlacedModel):
                 loop.drain()
             finally:
                 self.state, self._run = loop.state, None
+                if loop.batches == batches:  # refused data does not use the place up
+                    self.waiting.offer(progress.offered)
                 self.show_iterations()
 
     def show_iterations(self) -> None:

@@ -200,20 +200,18 @@ def _step(run: FitRun, batches: list[Batch], logs: Logs) -> None:
     fresh = run.optimizer.with_assigned(state)
     if fresh is not state:
         run.loop.state = fresh
-    # Only full groups are one program: the rest of an epoch runs batch by batch, so two programs serve any length.
-    is_one = len(batches) == run.per_execution and _are_alike(batches)
-    for group in [batches] if is_one else [[batch] for batch in batches]:
+    # A ragged batch is a group of its own, so two programs serve any length.
+    for _, group in itertools.groupby(batches, _form):
+        data = [batch.data for batch in group]
         with run.gate.hold():
-            result = run.loop.step(*(batch.data for batch in group))
-        logs.add(result.statistics, steps=len(group))
+            result = run.loop.step(*data, room=run.per_execution)
+        logs.add(result.statistics, steps=len(data))
 
 
-def _are_alike(batches: list[Batch]) -> bool:
-    def form(batch: Batch) -> Any:
-        leaves, structure = jax.tree.flatten(dict(batch.data))
-        return type(batch.data), structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    return len(batches) == 1 or all(form(batch) == form(batches[0]) for batch in batches[1:])
+def _form(batch: Batch) -> Any:
+    """Give what batches of one program have in common."""
+    leaves, structure = jax.tree.flatten(dict(batch.data))
+    return type(batch.data), structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def run_evaluate(

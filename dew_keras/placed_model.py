@@ -317,7 +317,11 @@ class PlacedModel:
 
         Args:
             other: A model of the same module.
+
+        Raises:
+            RuntimeError: If its weights were freed.
         """
+        other._check_open()
         self._mesh_given, self.layout = other._mesh_given, other.layout
         if other.is_built:
             self._variables = jax.tree.map(jnp.copy, other.variables)
@@ -329,7 +333,8 @@ class PlacedModel:
             other: A model that is compiled alike.
         """
         if other.state is not None:
-            self.state, self._variables = jax.tree.map(jnp.copy, other.state), None
+            self._variables = None  # freed before the state, which holds them too, is copied
+            self.state = jax.tree.map(jnp.copy, other.state)
         self.waiting.take(other.waiting.run)
 
     def check_idle(self, verb: str) -> None:

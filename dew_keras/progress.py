@@ -35,6 +35,7 @@ class Cursor:
         title: The file, for messages.
         epoch: Number of the epoch, from 0.
         batch: Batches of it that were consumed.
+        first: Number of the epoch in which the fit read its first batch, before any resume.
         order: What decided which rows each batch held.
         sums: Sums behind the running logs of the epoch, by name.
         carry: Metric variables of a step of the user's own.
@@ -43,6 +44,7 @@ class Cursor:
     title: str
     epoch: int
     batch: int
+    first: int
     order: Mapping[str, int | None]
     sums: Mapping[str, Any]
     carry: tuple[np.ndarray, ...] = ()
@@ -57,15 +59,17 @@ class Progress:
     Attributes:
         epoch: Number of the epoch, from 0.
         batch: Batches of it that were consumed.
+        first: Number of the epoch in which the uninterrupted run reads its first batch.
         order: What decides which rows each batch holds.
         is_begun: Whether the first epoch was chosen.
+        offered: As given, until another file is loaded.
     """
 
     def __init__(self, offered: Cursor | None = None) -> None:
-        self.epoch = self.batch = 0
+        self.epoch = self.batch = self.first = 0
         self.order: Mapping[str, int | None] = {}
         self.is_begun = False
-        self._offered = offered
+        self.offered = offered
         self._loaded: Cursor | None = None
         self._running: Logs | None = None
         self._sums: Mapping[str, Any] = {}
@@ -78,7 +82,7 @@ class Progress:
             cursor: Where, or None.
         """
         if not self.is_begun:
-            self._loaded = cursor
+            self._loaded, self.offered = cursor, None
 
     def begin(self, source: Source, first: int, initial_epoch: int) -> int:
         """Choose where to begin.
@@ -89,7 +93,7 @@ class Progress:
         Args:
             source: The training data.
             first: The epoch to begin with when no file says otherwise.
-            initial_epoch: The epoch in which the uninterrupted run begins.
+            initial_epoch: The epoch in which a run that no file goes on with begins.
 
         Returns:
             The epoch to begin with.
@@ -105,10 +109,11 @@ class Progress:
                 source.reseed(seed)
                 self.order = dict(source.order)
             self._check(cursor)
-            source.pass_over(max(0, cursor.epoch - initial_epoch))
-        elif self._offered is not None and (self._offered.epoch, self._offered.order) == (first, self.order):
-            cursor = self._offered
+        elif self.offered is not None and (self.offered.epoch, self.offered.order) == (first, self.order):
+            cursor = self.offered
+        self.first = initial_epoch if cursor is None else cursor.first
         if cursor is not None:
+            source.pass_over(max(0, cursor.epoch - cursor.first))
             self.epoch, self.batch, self._sums = cursor.epoch, cursor.batch, cursor.sums
             self._carry = cursor.carry if cursor.batch else ()
         return self.epoch

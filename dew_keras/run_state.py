@@ -20,6 +20,7 @@ from dew_keras.progress import Cursor, Progress, named_sums, sums_of
 from dew_keras.weights_file import ArrayFile, DamagedFileError
 
 COUNTERS = ("step", "microstep", "updates", "key")
+PLACE = ("epoch", "batch", "first")
 GROUPS = ("variables", "optimizer", "training", "window", "sums", "carry")
 
 
@@ -60,8 +61,12 @@ def run_facts(accumulation: int, seed: int, progress: Progress | None) -> dict[s
     """
     facts: dict[str, Any] = {"accumulation": accumulation, "seed": seed}
     if progress is not None and progress.is_begun:
-        facts["cursor"] = {"epoch": progress.epoch, "batch": progress.batch, "order": dict(progress.order)}
+        facts["cursor"] = _place(progress)
     return facts
+
+
+def _place(where: Progress | Cursor) -> dict[str, Any]:
+    return {name: getattr(where, name) for name in PLACE} | {"order": dict(where.order)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,11 +120,7 @@ class SavedRun:
         """Describe it as `run_facts` does."""
         facts: dict[str, Any] = {"accumulation": self.accumulation, "seed": self.seed}
         if self.cursor is not None:
-            facts["cursor"] = {
-                "epoch": self.cursor.epoch,
-                "batch": self.cursor.batch,
-                "order": dict(self.cursor.order),
-            }
+            facts["cursor"] = _place(self.cursor)
         return facts
 
     def matches(self, wanted: Mapping[str, Any]) -> bool:
@@ -233,15 +234,14 @@ def _cursor(facts: Any, sums: Mapping[str, np.ndarray], carry: Mapping[str, np.n
     order = facts.get("order") if isinstance(facts, dict) else None
     if (
         not isinstance(order, dict)
-        or not all(_is_count(facts.get(name)) for name in ("epoch", "batch"))
+        or not all(_is_count(facts.get(name)) for name in PLACE)
         or set(carry) != {str(index) for index in range(len(carry))}
         or not all(value is None or isinstance(value, int) for value in order.values())
     ):
         raise DamagedFileError(f"{title} is damaged: it does not say where its fit was.")
     return Cursor(
         title=title,
-        epoch=facts["epoch"],
-        batch=facts["batch"],
+        **{name: facts[name] for name in PLACE},
         order=order,
         sums=sums_of(sums, title),
         carry=tuple(carry[str(index)] for index in range(len(carry))),

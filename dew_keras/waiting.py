@@ -68,11 +68,17 @@ class WaitingRun:
         return True
 
     def begin(self) -> tuple[SavedRun | None, Progress]:
-        """Hand the run over to a fit that begins.
+        """Say what a fit that begins goes on with; `take(None)` when it does.
 
         Returns:
             The run, and the fit's place in its data.
         """
-        run, progress = self.run, Progress(self._cursor)
-        self.take(None)
-        return run, progress
+        return self.run, Progress(self._cursor)
+
+    def offer(self, cursor: Cursor | None) -> None:
+        """Keep the place of a run that a state has gone on with, for the first fit that trains on a batch.
+
+        Args:
+            cursor: The place, or None.
+        """
+        self._cursor = cursor

@@ -1,7 +1,7 @@
 """Measure the pipeline schedules: idle share, temporaries and step time by schedule, microbatches and stages.
 
 Run `python tools/benchmark_pipeline.py`. On simulated devices the step time counts work, not waiting: an idle stage
-computes masked work, so the time falls with the idle share as it would on real devices.
+computes what nobody reads, so the time falls with the idle share as it would on real devices.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
+from dew.kernels.products import wide_einsum
 from dew.kernels.visibility import Visibility
 
 QUERY_BLOCK = 256
@@ -93,9 +94,7 @@ def _forward(query, key, value, slots, limits):
             _, value, logits, _ = _logits(query, row, keys, index, limits)
             new = jnp.maximum(highest, jnp.max(logits, axis=-1))
             weights, shrink = jnp.exp(logits - new[..., None]), jnp.exp(highest - new)
-            added = jnp.einsum(
-                "BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-            )
+            added = wide_einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value)
             return new, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + added
 
         highest, total, mixed = jax.lax.fori_loop(row.first, row.last + 1, visit, start)
@@ -128,10 +127,10 @@ def _backward(limits, kept, cotangents):
             key, value, logits, slope = _logits(query, row, keys, index, limits)
             # A row that reads nothing has MASKED for its log-sum-exp: its hidden keys would weigh 1.
             weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - logsumexp[..., None]), 0.0)
-            by_weights = jnp.einsum("BTKGH,BKSH->BKGTS", by_mixed, value, preferred_element_type=jnp.float32)
+            by_weights = wide_einsum("BTKGH,BKSH->BKGTS", by_mixed, value)
             by_logits = (weights * (by_weights - mean[..., None]) * slope).astype(key.dtype)
             weights = weights.astype(value.dtype)
-            by_query += jnp.einsum("BKGTS,BKSH->BTKGH", by_logits, key, preferred_element_type=jnp.float32)
+            by_query += wide_einsum("BKGTS,BKSH->BTKGH", by_logits, key)
             by_key = _add(by_key, index, "BKGTS,BTKGH->BKSH", by_logits, query)
             return by_query, by_key, _add(by_value, index, "BKGTS,BTKGH->BKSH", weights, by_mixed)
 
@@ -159,7 +158,7 @@ def _logits(query, row, keys, index, limits):
     segments = keys[3]
     if segments is not None:
         segments = jax.lax.dynamic_slice_in_dim(segments, index * KEY_BLOCK, KEY_BLOCK, 1)
-    logits = jnp.einsum("BTKGH,BKSH->BKGTS", query, key, preferred_element_type=jnp.float32) * limits.scale
+    logits = wide_einsum("BTKGH,BKSH->BKGTS", query, key) * limits.scale
     slope: Array | float = limits.scale
     if limits.softcap is not None:
         bounded = jnp.tanh(logits / limits.softcap)
@@ -170,7 +169,7 @@ def _logits(query, row, keys, index, limits):
 
 def _add(sums, index, product, left, right):
     """Add a product to the rows of a block of keys."""
-    added = jnp.einsum(product, left, right, preferred_element_type=jnp.float32)
+    added = wide_einsum(product, left, right)
     old = jax.lax.dynamic_slice_in_dim(sums, index * KEY_BLOCK, KEY_BLOCK, 2)
     return jax.lax.dynamic_update_slice_in_dim(sums, old + added, index * KEY_BLOCK, 2)
 

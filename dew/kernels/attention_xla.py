@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dew.arrays import Array, Float
 from dew.kernels.attention_blocks import MASKED, blockwise_attention
+from dew.kernels.products import wide_einsum
 from dew.kernels.visibility import Visibility
 
 DENSE_QUERIES = 512
@@ -46,14 +47,15 @@ def _dense(query, key, value, visibility, scale, softcap, dtype):
     weights, logsumexp = _softmax(logits)
     weights = weights.astype(value.dtype)
     logsumexp = jnp.moveaxis(logsumexp[..., 0], 3, 1).reshape(B, T, N)
+    if dtype != value.dtype:
+        return wide_einsum("BKGTS,BKSH->BTKGH", weights, value).astype(dtype).reshape(B, T, N, H), logsumexp
     if T == 1:
         # einsum would have XLA transpose the cached values at every token; in this order it reads them as they lie.
         batch = (((3,), (2,)), ((0, 1), (0, 1)))
         weights = weights.reshape(B, K, N // K, -1)
-        mixed_BKGH = jax.lax.dot_general(weights, value, batch, preferred_element_type=dtype)
+        mixed_BKGH = jax.lax.dot_general(weights, value, batch)
         return mixed_BKGH.reshape(B, T, N, H), logsumexp
-    mixed = jnp.einsum("BKGTS,BKSH->BTKGH", weights, value, preferred_element_type=dtype)
-    return mixed.reshape(B, T, N, H), logsumexp
+    return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, H), logsumexp
 
 
 def _in_reach(num_queries, key, value, visibility):

@@ -4,6 +4,7 @@ Entry points: `AttentionSpec`, `SelfAttention` (grouped queries: https://arxiv.o
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -14,10 +15,12 @@ from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
 from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
+from dew.nn.masks import limited
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, rotate
-from dew.nn.sharding import constrain
+from dew.nn.sharding import constrain, declare
 from dew.parallel.attention_kernel import sharded_attention
+from dew.parallel.choice import SequenceImplementation
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
 
 
@@ -36,6 +39,8 @@ class AttentionSpec:
         scale: Factor on the logits; None means head_dim ** -0.5.
         softcap: Bound of the logits; None leaves them.
         window: How many tokens a token reads, itself included; None means all before it.
+        chunk: Length of the blocks of a document that a token reads its own of (Llama 4); None means all.
+        sinks: Whether each head has a learned logit that joins the softmax without a value (gpt-oss).
         rotary: Rotary positions; None means none.
     """
 
@@ -49,6 +54,8 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
     rotary: RotarySpec | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +71,8 @@ class AttentionSpec:
             raise ValueError(f"a softcap must be positive, None for none. Received: softcap={self.softcap}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must hold a token or more, None for all. Received: window={self.window}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"a chunk must hold a token or more, None for all. Received: chunk={self.chunk}")
         if self.rotary is not None:
             self.rotary.width(self.head_dim)
 
@@ -86,12 +95,14 @@ class SelfAttention(nn.Module):
         spec: Heads, biases, norms, rotary.
         param_dtype: Storage dtype of the weights.
         implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
+        sequence_impl: Exchange of a mesh that splits positions, one of `dew.parallel.choice`.
     """
 
     features: int
     spec: AttentionSpec
     param_dtype: Any = "float32"
     implementation: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
 
     def setup(self) -> None:
         """Declare the four projections and the optional norms."""
@@ -102,6 +113,8 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
         self.v_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
         self.o_proj = Linear(queries, narrow, ("heads", "head_dim"), ("embed",), spec.out_bias, dtype)
+        heads = (spec.num_heads,)
+        self.sinks = declare(self, "sinks", heads, ("heads",), nn.initializers.zeros, dtype) if spec.sinks else None
         if spec.qk_norm is not None:
             dims = 1 if spec.qk_norm_over == "head" else 2
             sizes = (math.prod(heads[-dims:]) for heads in (queries, pairs))
@@ -130,7 +143,7 @@ class SelfAttention(nn.Module):
             cache, key, value = cache.append(key, value)
             attend = sharded_attention
         elif splits_positions(jax.sharding.get_abstract_mesh()):
-            attend = sequence_attention
+            attend = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
         else:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             attend = sharded_attention
@@ -138,9 +151,10 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            visibility=dataclasses.replace(visibility, window=self.spec.window),
+            visibility=limited(visibility, window=self.spec.window, chunk=self.spec.chunk),
             scale=self.spec.logit_scale,
             softcap=self.spec.softcap,
+            sinks=self.sinks,
             implementation=self.implementation if cache is None else "auto",
         )
         return self.o_proj(constrain(mixed, QUERY_NAMES)), cache

@@ -20,6 +20,7 @@ from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import Tables
 from dew.nn.router import Routing
 from dew.nn.sharding import constrain
+from dew.parallel.choice import SequenceImplementation
 
 RESIDUAL_NAMES = ("activation_batch", "activation_length", "activation_embed")
 
@@ -121,17 +122,19 @@ class DecoderLayer(nn.Module):
         spec: The block.
         param_dtype: Storage dtype of the weights.
         implementation: Attention kernel.
+        sequence_impl: Exchange of attention on a mesh that splits positions.
     """
 
     features: int
     spec: LayerSpec
     param_dtype: Any = "float32"
     implementation: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
 
     def setup(self) -> None:
         """Declare the block's weights."""
         spec, dtype = self.spec, self.param_dtype
-        self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation)
+        self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp: Any = Experts(self.features, spec.mlp, dtype)
         elif spec.mlp is not None:

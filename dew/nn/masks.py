@@ -1,9 +1,13 @@
 """Which keys a query may read: causal order, packed documents, padded prompts.
 
 Entry points: `causal_visibility` for whole sequences, `cached_visibility` for a cache; both describe the mask
-for `dew.kernels.attention` without building it. `document_starts` is for mixers with a state.
+for `dew.kernels.attention` without building it. `limited` adds what one layer hides, `document_starts` is for mixers
+with a state.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Bool, Int
@@ -50,3 +54,34 @@ def document_starts(segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B T"]
         return None
     segment_ids = jnp.asarray(segment_ids)
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+
+
+def limited(visibility: Visibility, *, window: int | None, chunk: int | None) -> Visibility:
+    """Hide what a layer with a window or chunks does not read.
+
+    Chunks count from the first token of a document, so that neither packing nor padding moves their borders.
+
+    Args:
+        visibility: What every layer hides.
+        window: How many tokens a token reads, itself included; None means all before it.
+        chunk: Length of the blocks of a document that a token reads its own of; None means all.
+
+    Returns:
+        The visibility of the layer.
+    """
+    segments = visibility.key_segments
+    if chunk is None or segments is None:
+        return dataclasses.replace(visibility, window=window, chunk=chunk)
+    # A block of a document becomes a document of its own; the window tells kernels how far it can reach.
+    starts = document_starts(segments)
+    assert starts is not None, "there are documents"
+    steps = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    first = jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
+    blocks = segments * (segments.shape[1] // chunk + 1) + (steps - first) // chunk
+    blocks = jnp.where(segments > 0, blocks, 0)
+    own = blocks
+    if visibility.query_segments is not segments:
+        slots = jnp.broadcast_to(visibility.query_slots, (blocks.shape[0], visibility.query_slots.shape[1]))
+        own = jnp.take_along_axis(blocks, slots, axis=1)
+    reach = chunk if window is None else min(window, chunk)
+    return dataclasses.replace(visibility, query_segments=own, key_segments=blocks, window=reach)

@@ -1,27 +1,22 @@
 """One device's part of an attention call whose positions are split over the sequence axis.
 
-Entry point: `AttentionShard`, what every exchange receives inside the `shard_map`.
+Entry points: `SplitAttention`, what every device knows of the call, and `AttentionShard`, what one device holds.
 """
+
+import dataclasses
 
 import jax
 from flax import struct
 
 from dew.arrays import Array, Float, Int
-from dew.kernels.attention import Implementation, attention, consecutive_visibility
+from dew.kernels.attention import Implementation, Visibility, attention, consecutive_visibility, partial_attention
 
 
-@struct.dataclass
-class AttentionShard:
-    """The operands that one device holds, and what every device knows of the call.
-
-    `T` is the whole length, `t = T / shards` that of one slice; heads are those of one tensor shard.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitAttention:
+    """The call as every device knows it.
 
     Attributes:
-        query: Rotated queries of this device's slice.
-        key: Rotated keys of the slice.
-        value: Values of the slice.
-        segments: Document numbers of all positions, which every device holds; None when all are one document.
-        sinks: Logit of each query head that joins its softmax without a value; None means none.
         axis: Mesh axis that splits the positions.
         shards: Its size.
         scale: Factor on the logits.
@@ -31,23 +26,13 @@ class AttentionShard:
         implementation: Kernel of `dew.kernels.attention`.
     """
 
-    query: Float[Array, "B t N H"]
-    key: Float[Array, "B t K H"]
-    value: Float[Array, "B t K H"]
-    segments: Int[Array, "#B T"] | None
-    sinks: Float[Array, "N"] | None
-    axis: str = struct.field(pytree_node=False)
-    shards: int = struct.field(pytree_node=False)
-    scale: float = struct.field(pytree_node=False)
-    softcap: float | None = struct.field(pytree_node=False, default=None)
-    window: int | None = struct.field(pytree_node=False, default=None)
-    chunk: int | None = struct.field(pytree_node=False, default=None)
-    implementation: Implementation = struct.field(pytree_node=False, default="auto")
-
-    @property
-    def slice_length(self) -> int:
-        """Positions of one slice."""
-        return self.query.shape[1]
+    axis: str
+    shards: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    implementation: Implementation = "auto"
 
     def index(self) -> Array:
         """Number of this device's slice."""
@@ -55,50 +40,105 @@ class AttentionShard:
 
     def attend(
         self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        first_query: Array | int,
-        first_key: Array | int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K H"],
+        segments: tuple[Array | None, Array | None],
         sinks: Array | None,
-    ) -> Float[Array, "B t N H"]:
-        """Attend from consecutive queries to consecutive keys.
+        *,
+        starts: tuple[Array | int, Array | int],
+    ) -> Float[Array, "B T N H"]:
+        """Attend from consecutive queries to all the keys they read.
 
         Args:
-            query: Queries [B, T', N', H].
-            key: Keys [B, S', K', H].
-            value: Values, likewise.
-            first_query: Position of the first query.
-            first_key: Position of the first key.
-
+            query: Queries.
+            key: Consecutive keys.
+            value: Values.
+            segments: Document numbers of the queries and of the keys.
             sinks: Logit of each of these heads; None means none.
+            starts: Position of the first query and of the first key.
 
         Returns:
-            The mixed values, shaped as `query`.
+            The mixed values, in the dtype of `query`.
         """
-        visibility = consecutive_visibility(
-            query.shape[1],
-            key.shape[1],
-            query_start=first_query,
-            key_start=first_key,
-            query_segments=self._segments_from(first_query, query.shape[1]),
-            key_segments=self._segments_from(first_key, key.shape[1]),
-            window=self.window,
-            chunk=self.chunk,
-        )
         return attention(
             query,
             key.swapaxes(1, 2),
             value.swapaxes(1, 2),
-            visibility=visibility,
+            visibility=self._visibility(query, key, segments, starts),
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,
             implementation=self.implementation,
         )
 
-    def _segments_from(self, first: Array | int, length: int) -> Array | None:
-        if self.segments is None or length == self.segments.shape[1]:
-            return self.segments
-        return jax.lax.dynamic_slice_in_dim(self.segments, first, length, 1)
+    def attend_piece(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K H"],
+        segments: tuple[Array | None, Array | None],
+        *,
+        starts: tuple[Array | int, Array | int],
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+        """Attend from consecutive queries to some of the keys they read; arguments as `attend`'s.
+
+        Returns:
+            The mixed values and the log-sum-exp of the logits, both float32.
+        """
+        visibility = self._visibility(query, key, segments, starts)
+        pairs = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        return partial_attention(query, *pairs, visibility=visibility, scale=self.scale, softcap=self.softcap)
+
+    def _visibility(self, query: Array, key: Array, segments: tuple, starts: tuple) -> Visibility:
+        return consecutive_visibility(
+            query.shape[1],
+            key.shape[1],
+            query_start=starts[0],
+            key_start=starts[1],
+            query_segments=segments[0],
+            key_segments=segments[1],
+            window=self.window,
+            chunk=self.chunk,
+        )
+
+
+@struct.dataclass
+class AttentionShard:
+    """The operands of one device.
+
+    `T` is the whole length, `t = T / shards` that of one slice; heads are those of one tensor shard.
+
+    Attributes:
+        query: Rotated queries of this device's slice.
+        key: Rotated keys of the slice.
+        value: Values of the slice.
+        segments: Document numbers of all positions, which every device holds; None when all are one document.
+        sinks: Logit of each query head that joins its softmax without a value; None means none.
+        call: What every device knows.
+    """
+
+    query: Float[Array, "B t N H"]
+    key: Float[Array, "B t K H"]
+    value: Float[Array, "B t K H"]
+    segments: Int[Array, "#B T"] | None
+    sinks: Float[Array, "N"] | None
+    call: SplitAttention = struct.field(pytree_node=False)
+
+    @property
+    def slice_length(self) -> int:
+        """Positions of one slice."""
+        return self.query.shape[1]
+
+
+def segments_from(segments: Int[Array, "#B T"] | None, start: Array | int, length: int) -> Array | None:
+    """Cut the document numbers of consecutive positions out of those of whole rows.
+
+    Args:
+        segments: Document numbers; None stays None.
+        start: First position.
+        length: How many.
+    """
+    if segments is None or length == segments.shape[1]:
+        return segments
+    return jax.lax.dynamic_slice_in_dim(segments, start, length, 1)

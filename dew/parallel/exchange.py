@@ -13,8 +13,12 @@ from jax.sharding import PartitionSpec
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
-from dew.parallel.attention_shard import AttentionShard
+from dew.parallel.attention_shard import AttentionShard, SplitAttention
+from dew.parallel.banded import banded_attention
+from dew.parallel.choice import SequenceImplementation, choose_exchange, refused_length, skips_window
 from dew.parallel.gather import gather_attention
+from dew.parallel.ring import ring_attention
+from dew.parallel.traffic import AttentionSizes
 from dew.parallel.ulysses import ulysses_attention
 from dew.placement.layout import LayoutRefused
 from dew.placement.rules import DEFAULT_RULES, resolve
@@ -22,6 +26,12 @@ from dew.placement.rules import DEFAULT_RULES, resolve
 QUERY_NAMES = ("activation_batch", "activation_length", "activation_heads", None)
 KEY_NAMES = ("activation_batch", "activation_length", "activation_kv", None)
 AXIS = "sequence"
+_ATTEND = {
+    "all_to_all": ulysses_attention,
+    "gather": gather_attention,
+    "ring": ring_attention,
+    "banded": banded_attention,
+}
 
 
 def splits_positions(mesh: Any) -> bool:
@@ -43,6 +53,7 @@ def sequence_attention(
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
+    sequence_impl: SequenceImplementation = "auto",
 ) -> Float[Array, "B T N H"]:
     """Attend within rows whose positions are split over the mesh in context.
 
@@ -58,44 +69,63 @@ def sequence_attention(
         softcap: Bound of the logits; None leaves them.
         sinks: Logit of each query head that joins its softmax without a value; None means none.
         implementation: Kernel of `dew.kernels.attention`.
+        sequence_impl: Exchange to take; "auto" chooses by `dew.parallel.choice`.
 
     Returns:
         The mixed values, placed as `query`.
 
     Raises:
-        LayoutRefused: If the length does not divide over the devices that hold positions.
+        LayoutRefused: If the length does not divide as the exchange needs, or the exchange named cannot run the call.
+        ValueError: If the kernel named cannot run what the exchange leaves on a device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
     length, shards = query.shape[1], mesh.shape[AXIS]
     specs = [_padded(resolve(names, x.shape, mesh, rules).spec) for names, x in _named(query, key)]
     (rows, positions, heads, _), (_, _, kv_heads, _) = specs
-    if positions != AXIS:
+    if positions is None and length % shards:
         raise LayoutRefused(refused_length(length, shards, 1))
+    if positions != AXIS:
+        raise LayoutRefused(
+            f"The rules put activation_length on {positions or 'no axis'}, but attention splits positions over "
+            f"sequence={shards} alone. Use the rule ('activation_length', 'sequence'), or a mesh with sequence=1."
+        )
     segments = visibility.query_segments
+    sizes = AttentionSizes(
+        rows=query.shape[0] // _size(mesh, rows),
+        num_queries=length,
+        num_keys=key.shape[1],
+        num_heads=query.shape[2] // _size(mesh, heads),
+        num_kv_heads=_read_kv_heads(query.shape[2], key.shape[2], _size(mesh, heads), kv_heads is not None),
+        head_dim=query.shape[3],
+        dtype=query.dtype.name,
+        shards=shards,
+        is_masked=segments is not None,
+        has_sinks=sinks is not None,
+        has_softcap=softcap is not None,
+        window=visibility.window,
+        chunk=visibility.chunk,
+    )
+    choice = choose_exchange(sizes, sequence_impl, kernel_skips_window=skips_window(sizes, implementation))
+    if choice.path in ("gather", "ring") and implementation not in ("auto", "xla"):
+        raise ValueError(
+            f"The {choice.path} exchange attends piece by piece, which the kernel 'xla' alone does. "
+            f"Use attention_impl='auto'. Received: attention_impl={implementation!r}"
+        )
+    call = SplitAttention(
+        axis=AXIS,
+        shards=shards,
+        scale=scale,
+        softcap=softcap,
+        window=visibility.window,
+        chunk=visibility.chunk,
+        implementation=implementation,
+    )
 
     def run(query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None) -> Array:
         if heads is not None and kv_heads is None:
-            key, value = (_heads_of_group(x, query.shape[2], mesh, heads) for x in (key, value))
-        shard = AttentionShard(
-            query,
-            key,
-            value,
-            segments,
-            sinks,
-            axis=AXIS,
-            shards=shards,
-            scale=scale,
-            softcap=softcap,
-            window=visibility.window,
-            chunk=visibility.chunk,
-            implementation=implementation,
-        )
-        if query.shape[2] % shards == 0:
-            return ulysses_attention(shard)
-        if length % (2 * shards):
-            raise LayoutRefused(refused_length(length, shards, 2))
-        return gather_attention(shard)
+            key, value = (_own_kv_heads(x, query.shape[2], mesh, heads) for x in (key, value))
+        return _ATTEND[choice.path](AttentionShard(query, key, value, segments, sinks, call))
 
     by_query, by_key = PartitionSpec(rows, positions, heads), PartitionSpec(rows, positions, kv_heads)
     of_rows = PartitionSpec() if segments is None or segments.shape[0] == 1 else PartitionSpec(rows)
@@ -109,17 +139,6 @@ def sequence_attention(
     )(query, key, value, segments, sinks)
 
 
-def refused_length(length: int, shards: int, chunks: int) -> str:
-    """Say which lengths near a refused one work."""
-    step = shards * chunks
-    below = length // step * step
-    works = " or ".join(str(size) for size in (below, below + step) if size)
-    return (
-        f"Rows of {length} positions do not divide into {step} equal parts, which attention on a mesh with "
-        f"sequence={shards} needs. Use rows of {works} positions."
-    )
-
-
 def _named(query: Array, key: Array) -> tuple[tuple[Any, Array], ...]:
     return (QUERY_NAMES, query), (KEY_NAMES, key)
 
@@ -128,7 +147,23 @@ def _padded(spec: PartitionSpec) -> tuple[Any, ...]:
     return (*spec, *(None,) * (4 - len(spec)))
 
 
-def _heads_of_group(x: Array, num_heads: int, mesh: Any, axes: Any) -> Array:
+def _size(mesh: Any, axes: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in _tuple(axes))
+
+
+def _tuple(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _read_kv_heads(num_heads: int, num_kv_heads: int, tensor: int, splits: bool) -> int:
+    """Count the key/value heads that one tensor shard holds: its own, or those its query heads read."""
+    if splits or tensor == 1:
+        return num_kv_heads // (tensor if splits else 1)
+    own = num_heads // tensor
+    return own // math.gcd(own, num_heads // num_kv_heads)
+
+
+def _own_kv_heads(x: Array, num_heads: int, mesh: Any, axes: Any) -> Array:
     """Pick the key/value heads, whole on every tensor shard, that this shard's query heads read.
 
     Args:
@@ -137,8 +172,7 @@ def _heads_of_group(x: Array, num_heads: int, mesh: Any, axes: Any) -> Array:
         mesh: The mesh.
         axes: Mesh axes of the query heads.
     """
-    count = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
-    group = num_heads * count // x.shape[2]
+    group = num_heads * _size(mesh, axes) // x.shape[2]
     unit = math.gcd(num_heads, group)
     first = jax.lax.axis_index(axes) * num_heads
     return jnp.take(x, (first + unit * jnp.arange(num_heads // unit)) // group, axis=2)

@@ -45,8 +45,8 @@ def exchanged(
     Bytes of the results on one device, with P devices, C slots in a share, width D, K experts a token and s bytes an
     element: a share brings P C (D s + 8 K) there (tokens, expert numbers, weights) and P C D s back; of them
     (P - 1) / P come from other devices. The backward pass of the first share sends both cotangents,
-    P C (2 D s + 4 K); that of a further share sends the tokens there once more. `jax.lax.ragged_all_to_all` would send what
-    is routed and no more, but does not lower on CPU, where everything here is tested.
+    P C (2 D s + 4 K); that of a further share sends the tokens there once more. `jax.lax.ragged_all_to_all`
+    would send what is routed and no more, but does not lower on CPU, where everything here is tested.
 
     Args:
         x: Tokens of this device.

@@ -1,7 +1,7 @@
 """1F1B: each microbatch runs backward as soon as it is scored, so the memory of a step does not grow with their number.
 
-Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2). Stages tick in lockstep and idle ones are
-masked: control flow that differs between stages deadlocks where the partitioner puts a collective into a branch. A
+Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2). Stages tick in lockstep, idle ones on
+zeros: control flow that differs between stages deadlocks where the partitioner puts a collective into a branch. A
 stage keeps the inputs of the microbatches on their way, 2 S - 1 at most, and runs forward again from them.
 """
 
@@ -25,15 +25,18 @@ from dew.parallel.stages import Pipeline
 class StagedModel:
     """The pure functions of a model that scores inside its schedule.
 
-    `outer` is what is not a stage's: tables, last norm, head. `given` is what a batch says of its rows' tokens.
+    `outer` is what is not a stage's, as `prepare` gives it: tables, last norm, head. `given` is what a batch says of
+    its rows' tokens.
 
     Attributes:
+        prepare: Weights outside the stages -> `outer`, once a step.
         embed: (outer, given) -> activations [rows, T, D].
         stage: (one stage's weights, activations, given) -> activations.
         score: (outer, activations, given) -> (total, further sums), the total a scalar to differentiate.
         pinned: (outer, weights of all stages) -> the same, where they live; for the sums of gradients.
     """
 
+    prepare: Callable[[Any], Any]
     embed: Callable[[Any, Any], Array]
     stage: Callable[[Any, Array, Any], Array]
     score: Callable[[Any, Array, Any], tuple[Array, Any]]
@@ -63,19 +66,23 @@ def scheduled_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scheduled(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> tuple[Array, Any]:
+    outer = model.prepare(outer)
     x = through_stages(pipeline, model.stage, weights, model.embed(outer, given), given)
     return model.score(outer, x, given)
 
 
 def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> Any:
-    schedule = _Schedule(pipeline, model, outer, weights, jax.tree.map(pipeline.split, given))
+    prepared, transposed = jax.vjp(model.prepare, outer)
+    schedule = _Schedule(pipeline, model, prepared, weights, jax.tree.map(pipeline.split, given))
     table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
     carry = schedule.start()
     for (runs_forward, runs_backward), ticks in _phases(table.forward, table.backward):
         tick = functools.partial(schedule.tick, runs_forward=runs_forward, runs_backward=runs_backward)
         carry, _ = jax.lax.scan(tick, carry, (ticks, table.forward[ticks], table.backward[ticks]))
-    gradients = jax.tree.map(lambda total, own: total.astype(own.dtype), carry["gradients"], (outer, weights))
-    return carry["sums"], gradients
+    by_outer, by_weights = jax.tree.map(
+        lambda sums, own: sums.astype(own.dtype), carry["gradients"], (prepared, weights)
+    )
+    return carry["sums"], (*transposed(by_outer), by_weights)
 
 
 def _backward(pipeline: Pipeline, model: StagedModel, gradients: Any, cotangents: tuple[Array, Any]) -> Any:
@@ -101,7 +108,7 @@ class _Schedule:
     Attributes:
         pipeline: The stages and microbatches.
         model: The model's functions.
-        outer: Weights outside the stages.
+        outer: Weights outside the stages, prepared.
         weights: Weights of all stages.
         parts: What the microbatches say, leaves `[M, rows, T]`.
     """
@@ -165,7 +172,8 @@ class _Schedule:
             carry = carry | {"sums": jax.tree.map(jnp.add, carry["sums"], sums)}
             by_outer = _added(by_outer, by_scoring)
             arriving = pipeline.at(pipeline.stages - 1, last, arriving)
-        arriving = pipeline.pinned(pipeline.where(backward != IDLE, arriving, jnp.zeros_like(arriving)))
+        # Idle stages are handed zeros: nobody is behind the last stage, and what they compute from zeros is zero.
+        arriving = pipeline.pinned(arriving)
         # A stage's input was kept at the tick of its forward pass, its own number after the microbatch's.
         x = pipeline.picked(carry["kept"], (backward + np.arange(pipeline.stages)) % self.slots)
         inputs = pipeline.taken(self.parts, backward)

@@ -1,7 +1,7 @@
 """Which microbatch each pipeline stage works on at each tick: timetables as data, and what follows from them.
 
 Entry points: `Timetable`, `gpipe_timetable`, `one_f_one_b_timetable` (GPipe: https://arxiv.org/abs/1811.06965, section
-2.3; 1F1B: https://arxiv.org/abs/1806.03377, section 3.2). All stages tick together; an idle one is masked.
+2.3; 1F1B: https://arxiv.org/abs/1806.03377, section 3.2). All stages tick together, idle ones too.
 """
 
 import dataclasses

@@ -152,13 +152,8 @@ class Pipeline:
 
     def at(self, stage: int, inside: Any, elsewhere: Shaped[Array, "stages ..."]) -> Shaped[Array, "stages ..."]:
         """Put a value in place of one stage's: `inside` has no stage dimension."""
-        return jnp.where(self._column(np.arange(self.stages) == stage, elsewhere.ndim), inside, elsewhere)
-
-    def where(
-        self, chosen: Shaped[Array, "stages"], x: Shaped[Array, "stages ..."], otherwise: Any
-    ) -> Shaped[Array, "stages ..."]:
-        """Keep the values of the chosen stages."""
-        return jnp.where(self._column(chosen, x.ndim), x, otherwise)
+        is_here = (np.arange(self.stages) == stage).reshape(-1, *(1,) * (elsewhere.ndim - 1))
+        return jnp.where(is_here, inside, elsewhere)
 
     def shifted(self, x: Shaped[Array, "stages rows T D"], by: int) -> Shaped[Array, "stages rows T D"]:
         """Hand every stage's value to the stage `by` further; what nobody hands to becomes zero."""
@@ -189,6 +184,3 @@ class Pipeline:
         names = (*TOKEN_NAMES, *(None,) * (len(shape) - 3))
         found = resolve(names, shape[1:], self.mesh, nn.get_logical_axis_rules() or DEFAULT_RULES).spec
         return PartitionSpec(STAGE, *found, *(None,) * (len(shape) - 1 - len(found)))
-
-    def _column(self, x: Any, ndim: int) -> Array:
-        return jnp.asarray(x).reshape(-1, *(1,) * (ndim - 1))

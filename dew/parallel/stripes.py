@@ -62,5 +62,15 @@ def stripe_starts(index: Array, slice_length: int, shards: int) -> tuple[Array, 
     return index * half, (2 * shards - 1 - index) * half
 
 
+def stripe_bytes(slice_bytes: int, shards: int) -> int:
+    """Count the bytes of the permutes of one direction; of two devices each keeps its first half.
+
+    Args:
+        slice_bytes: Bytes of a slice.
+        shards: Devices.
+    """
+    return slice_bytes if shards > 2 else slice_bytes // 2
+
+
 def _owner(chunk: int, shards: int) -> int:
     return min(chunk, 2 * shards - 1 - chunk)

@@ -1,8 +1,8 @@
 """Attention by trading positions for heads: each device attends the whole sequence with some of the heads.
 
-Entry point: `ulysses_attention` (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). A slice of b rows, t positions,
-n query heads and k key/value heads costs four all-to-alls of b t n H or b t k' H elements a device, forward and
-backward alike, of which (N - 1) / N leave it; k' is k repeated until the N devices divide it.
+Entry points: `ulysses_attention` (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), `ulysses_transfers`. With a
+slice of q bytes of queries and k of keys: all-to-alls of q + 2 k' + q bytes, the same again in the backward pass; k' is
+k times the repetition of key/value heads that lets N devices divide them. Of each, (N - 1) / N leaves the device.
 """
 
 import math
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dew.arrays import Array, Float
 from dew.parallel.attention_shard import AttentionShard
+from dew.parallel.traffic import AttentionSizes, Transfer
 
 
 def ulysses_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
@@ -23,14 +24,29 @@ def ulysses_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     Returns:
         The mixed values of this device's positions.
     """
-    repeats = traded_kv_heads(shard.key.shape[2], shard.shards) // shard.key.shape[2]
+    call = shard.call
+    repeats = traded_kv_heads(shard.key.shape[2], call.shards) // shard.key.shape[2]
     pairs = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (shard.key, shard.value))
-    query, key, value = (_trade(x, shard.axis, given=2, taken=1) for x in (shard.query, *pairs))
+    query, key, value = (_trade(x, call.axis, given=2, taken=1) for x in (shard.query, *pairs))
     sinks = shard.sinks
     if sinks is not None:
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, shard.index() * query.shape[2], query.shape[2])
-    mixed = shard.attend(query, key, value, first_query=0, first_key=0, sinks=sinks)
-    return _trade(mixed, shard.axis, given=1, taken=2)
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, call.index() * query.shape[2], query.shape[2])
+    mixed = call.attend(query, key, value, (shard.segments, shard.segments), sinks, starts=(0, 0))
+    return _trade(mixed, call.axis, given=1, taken=2)
+
+
+def ulysses_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
+    """List what the exchange sends.
+
+    Args:
+        sizes: The call.
+    """
+    repeats = traded_kv_heads(sizes.num_kv_heads, sizes.shards) // sizes.num_kv_heads
+    size = 2 * sizes.query_bytes + 2 * repeats * sizes.key_bytes
+    return tuple(
+        Transfer(kind="all-to-all", result_bytes=size, shards=sizes.shards, in_backward=backward)
+        for backward in (False, True)
+    )
 
 
 def traded_kv_heads(num_kv_heads: int, shards: int) -> int:

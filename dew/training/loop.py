@@ -67,7 +67,9 @@ class Loop:
 
     def __init__(
         self,
-        start: Callable[[TrainState, Sequence[Mapping[str, Any]], int], tuple[TrainState, dict[str, Ratio], jax.Array]],
+        start: Callable[
+            [TrainState, Sequence[Mapping[str, Any]], int, int], tuple[TrainState, dict[str, Ratio], jax.Array]
+        ],
         place: Callable[[TrainState], TrainState],
         state: TrainState,
         *,
@@ -122,18 +124,19 @@ class Loop:
             yield self.step(batch)
         self.drain()
 
-    def step(self, *batches: Mapping[str, Any]) -> StepResult:
+    def step(self, *batches: Mapping[str, Any], room: int = 1) -> StepResult:
         """Start the step of one host batch, or the steps of several like ones as one program.
 
         Args:
             batches: Host batches.
+            room: Most batches the program takes, as many as are given or more; fewer need no program of their own.
 
         Returns:
             The result, usually before the device is done; numbers of several batches are stacked.
         """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        self._state, statistics, applied = self._start(self._state, batches, self._microstep)
+        self._state, statistics, applied = self._start(self._state, batches, self._microstep, max(room, len(batches)))
         self._microstep = (self._microstep + len(batches)) % self._accumulation
         self._step += len(batches)
         result = StepResult(self._step, statistics, applied)

@@ -1,4 +1,4 @@
-"""The compiled programs of a run: one batch, several batches in one scan, an evaluation.
+"""The compiled programs of a run: one batch, several batches in one loop, an evaluation.
 
 Entry point: `StepPrograms`. Every program is traced once per batch shape and consumes the state it is given.
 """
@@ -9,6 +9,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.objectives.base import Objective
@@ -76,17 +78,22 @@ class StepPrograms:
             return self._update
         return self._commit if microstep + 1 == self._accumulation else self._accumulate
 
-    def several(self, state: TrainState, batches: Any) -> tuple[TrainState, Statistics, jax.Array]:
-        """Run the steps of several batches as one scan.
+    def several(self, state: TrainState, batches: Any, count: int) -> tuple[TrainState, Statistics, jax.Array]:
+        """Run the steps of several batches as one program, which serves any number of them up to its room.
 
         Args:
             state: The state; consumed.
-            batches: Batches on the mesh, stacked: [batches, rows, ...].
+            batches: Batches on the mesh, stacked: [room, rows, ...].
+            count: How many of them to run, the first ones.
 
         Returns:
-            The next state; statistics and whether an update was applied, stacked.
+            The next state; statistics and whether an update was applied, stacked where more than one batch ran.
         """
-        return self._run(self._scan, state, batches)
+        state, statistics, applied = self._run(self._loop, state, batches, np.int32(count))
+        if count < len(jax.tree.leaves(batches)[0]):
+            own = 0 if count == 1 else slice(count)
+            statistics, applied = jax.tree.map(lambda stacked: stacked[own], (statistics, applied))
+        return state, statistics, applied
 
     def evaluate(self, variables: Any, batch: Any, key: jax.Array) -> Statistics:
         """Score a batch without training.
@@ -99,11 +106,11 @@ class StepPrograms:
         with jax.disable_jit(self._is_eager):
             return self._evaluation(variables, batch, key)
 
-    def _run(self, program: Any, state: TrainState, batch: Any) -> tuple[TrainState, Statistics, jax.Array]:
+    def _run(self, program: Any, state: TrainState, *inputs: Any) -> tuple[TrainState, Statistics, jax.Array]:
         if not self._is_eager:
-            return program(state, batch)
+            return program(state, *inputs)
         with jax.disable_jit():
-            state, statistics, applied = program(state, batch)
+            state, statistics, applied = program(state, *inputs)
         # What is not compiled ignores the shardings of its results.
         return jax.device_put(state, self._shardings), statistics, applied
 
@@ -134,7 +141,7 @@ class StepPrograms:
         return commit_step(self._objective, self._optimizer, self._shardings.params)
 
     @functools.cached_property
-    def _scan(self) -> Any:
+    def _loop(self) -> Any:
         step = self._update_step
         if self._accumulation > 1:
             accumulate, commit = self._accumulate_step, self._commit_step
@@ -143,12 +150,20 @@ class StepPrograms:
                 closes = state.microstep + 1 == self._accumulation
                 return jax.lax.cond(closes, commit, accumulate, state, batch)
 
-        def body(state: TrainState, batch: Any) -> Any:
-            state, statistics, applied = step(state, batch)
-            return jax.lax.with_sharding_constraint(state, self._shardings), (statistics, applied)
+        def run(state: TrainState, batches: Any, count: jax.Array) -> tuple[TrainState, Statistics, jax.Array]:
+            room = len(jax.tree.leaves(batches)[0])
 
-        def run(state: TrainState, batches: Any) -> tuple[TrainState, Statistics, jax.Array]:
-            state, (statistics, applied) = jax.lax.scan(body, state, batches)
+            def body(index: jax.Array, carry: Any) -> Any:
+                state, stacked = carry
+                state, *numbers = step(state, jax.tree.map(lambda leaf: leaf[index], batches))
+                stacked = jax.tree.map(lambda all_, own: all_.at[index].set(own), stacked, numbers)
+                return jax.lax.with_sharding_constraint(state, self._shardings), stacked
+
+            first = jax.tree.map(lambda leaf: leaf[0], batches)
+            _, *shapes = jax.eval_shape(step, state, first)
+            stacked = jax.tree.map(lambda shape: jnp.zeros((room, *shape.shape), shape.dtype), shapes)
+            # A scan would run all of its room: what is left of an epoch would need a program of its own.
+            state, (statistics, applied) = jax.lax.fori_loop(0, count, body, (state, stacked))
             return state, statistics, applied
 
         return self._compiled(run)

@@ -407,18 +407,19 @@ class Trainer:
         return jax.tree.map(move, state, self._shardings)
 
     def _start(
-        self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int
+        self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int, room: int
     ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
-        if len(batches) == 1:
+        if room == 1:
             placed = self.place_batch(batches[0])
             with self.context():
                 return self._programs.one(state, placed, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *prepared)
+        filled = prepared + prepared[-1:] * (room - len(prepared))
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
         stacked = _like(batches[0], stacked)
         placed = shard_batch(self.mesh, stacked, is_stacked=True, microbatches=self.microbatches)
         with self.context():
-            return self._programs.several(state, placed)
+            return self._programs.several(state, placed, len(batches))
 
     @functools.cached_property
     def _programs(self) -> StepPrograms:

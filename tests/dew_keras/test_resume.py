@@ -187,6 +187,8 @@ def test_a_checkpoint_inside_an_epoch_is_gone_on_with_by_the_fit_of_that_epoch(t
     assert_goes_on(train(model, [Spy()], initial_epoch=1, **arrays()), uninterrupted(), (1, 2))
     model = build()
     model.load_weights(tmp_path / "2-2.weights.h5")
+    with pytest.raises(ValueError):  # a fit of data that is refused leaves the place to the next one
+        model.fit(X, np.ones((COUNT, 5, 2), "float32"), BATCH, 3, 0, initial_epoch=1)
     assert_goes_on(train(model, [Spy()], initial_epoch=1, **arrays()), uninterrupted(), (1, 2))
     model = build()
     model.load_weights(tmp_path / "2-2.weights.h5")
@@ -305,6 +307,9 @@ def test_every_kind_of_data_goes_on_with_its_next_batch(tmp_path, kind):
     want = train(build(), **SOURCES[kind]())
     with pytest.raises(ZeroDivisionError):
         train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy((1, 2))], **SOURCES[kind]())
+    loaded = build(seed=8)
+    loaded.load_weights(tmp_path / "latest.weights.h5")
+    assert_goes_on(train(loaded, [Spy()], initial_epoch=1, **SOURCES[kind]()), want, (1, 3))
     data = SOURCES[kind]()
     got = train(build(), [keras.callbacks.BackupAndRestore(str(tmp_path), 1), Spy()], **data)
     assert_goes_on(got, want, (1, 3))

@@ -404,6 +404,9 @@ def test_a_deep_copy_trains_on_alone_with_the_optimizer_as_it_was():
     bare = copy.deepcopy(dew_keras.Model(Linear(), name="bare"))
     assert (bare.name, bare.compiled, bare.built) == ("bare", False, False)
     assert bare.predict(x, verbose=0).shape == (16, 3)
+    bare.close()
+    with pytest.raises(RuntimeError, match="freed the weights"):
+        copy.deepcopy(bare)
 
 
 class Doubled(flax.linen.Module):

@@ -327,13 +327,15 @@ DAMAGE = {
     "facts": (_set_facts("[]"), "its facts"),
     "no accumulation": (_set_facts("{}"), "accumulation or seed is missing"),
     "a negative batch": (
-        _set_facts('{"accumulation": 1, "seed": 0, "cursor": {"epoch": 0, "batch": -1, "order": {}}}'),
+        _set_facts('{"accumulation": 1, "seed": 0, "cursor": {"epoch": 0, "batch": -1, "first": 0, "order": {}}}'),
         "where its fit was",
     ),
     "a sum of nothing": (
         lambda file: (
             file.create_dataset("sums/x", data=1.0),
-            _set_facts('{"accumulation": 1, "seed": 0, "cursor": {"epoch": 0, "batch": 1, "order": {}}}')(file),
+            _set_facts('{"accumulation": 1, "seed": 0, "cursor": {"epoch": 0, "batch": 1, "first": 0, "order": {}}}')(
+                file
+            ),
         ),
         "no sum of a log",
     ),

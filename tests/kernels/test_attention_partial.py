@@ -145,3 +145,23 @@ def test_an_offset_may_be_known_only_when_the_program_runs(limits, start, key_st
 def test_an_offset_without_consecutive_slots_is_refused():
     with pytest.raises(ValueError, match=r"Pass consecutive=True too\. Received: offset=3"):
         Visibility(STRIPE[None], STRIPE[None], offset=3)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_narrow_inputs_give_what_wide_ones_give(sinks):
+    wide = heads()
+    narrow = tuple(x.astype(jnp.bfloat16) for x in wide)
+    visibility = consecutive_visibility(T, S, query_start=6)
+
+    def of_both(query, key, value):
+        mixed = attention(query, key, value, visibility=visibility, scale=0.5, sinks=sinks)
+        part, logsumexp = partial_attention(query, key, value, visibility=visibility, scale=0.5)
+        assert (mixed.dtype, part.dtype, logsumexp.dtype) == (query.dtype, jnp.float32, jnp.float32)
+        return mixed.astype(jnp.float32), part, logsumexp
+
+    def gradients(inputs):
+        return jax.jit(jax.grad(lambda *x: sum(jnp.sum(jnp.sin(part)) for part in of_both(*x)), (0, 1, 2)))(*inputs)
+
+    for got, want in [(of_both(*narrow), of_both(*wide)), (gradients(narrow), gradients(wide))]:
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=0.03 * float(jnp.max(jnp.abs(b))))

@@ -50,12 +50,14 @@ def attention(spec, weights, x):
     mixed = np.zeros(query.shape)
     for t, head in np.ndindex(query.shape[:2]):
         first = 0 if spec.window is None else max(0, t - spec.window + 1)
+        first = first if spec.chunk is None else max(first, t // spec.chunk * spec.chunk)
         own = head // (spec.num_heads // spec.num_kv_heads)
         logits = key[first : t + 1, own] @ query[t, head] * scale
         if spec.softcap is not None:
             logits = spec.softcap * np.tanh(logits / spec.softcap)
+        nowhere = np.exp(weights["sinks"][head] - logits.max()) if spec.sinks else 0
         shares = np.exp(logits - logits.max())
-        mixed[t, head] = shares / shares.sum() @ value[first : t + 1, own]
+        mixed[t, head] = shares / (shares.sum() + nowhere) @ value[first : t + 1, own]
     return linear(weights["o_proj"], mixed, 2)
 
 

@@ -85,6 +85,11 @@ def test_head_counts_are_checked(heads, kv_heads, width):
         AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
 
 
+def test_a_chunk_holds_a_token():
+    with pytest.raises(ValueError, match=r"a chunk must hold a token or more, None for all. Received: chunk=0"):
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, chunk=0)
+
+
 def test_mlp_fields_are_checked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=r"positive hidden width\. Received: features=0"):

@@ -192,8 +192,8 @@ def test_construction_touches_no_device():
 
 
 def test_an_axis_that_training_does_not_run_on_is_refused():
-    with pytest.raises(LayoutRefused, match=r"training on a mesh with stage=2"):
-        Trainer(LanguageModel(tiny_decoder()), "adamw", mesh=MeshSpec(stage=2)).place()
+    with pytest.raises(LayoutRefused, match=r"training on a mesh with expert=2"):
+        Trainer(LanguageModel(tiny_decoder()), "adamw", mesh=MeshSpec(expert=2)).place()
 
 
 def test_a_layout_that_replicates_too_much_is_refused_before_anything_is_made():

@@ -1,6 +1,9 @@
 """What a pipelined step costs: memory that does not grow with microbatches under 1F1B, and the stated operations."""
 
 import functools
+import importlib.util
+import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -12,18 +15,30 @@ from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.planning.flops import matrix_products
 from dew.training.trainer import Trainer
-from tests.tiny import VOCAB_SIZE, tiny_decoder, tiny_layer
+from tests.tiny import tiny_decoder, tiny_layer
 
+VOCAB_SIZE = 80  # no other dimension's size
 STAGES, FSDP, LENGTH = 4, 2, 64
 TIMETABLES = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}
 STACK_PASSES = {"gpipe": 3, "1f1b": 4}
 """How often a stage's products are computed for a microbatch: forward, twice backward, and 1F1B forward again."""
 
 
+def load_tool():
+    path = pathlib.Path(__file__).resolve().parents[2] / "tools" / "collectives.py"
+    spec = importlib.util.spec_from_file_location("collectives_tool", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
 @functools.cache
 def compiled(schedule: str | None, microbatches: int):
     """Compile a step of one row per microbatch and device; None as schedule is the whole batch on one device."""
-    module = tiny_decoder(layers=(tiny_layer(num_kv_heads=4),) * 4, schedule=schedule or "gpipe")
+    module = tiny_decoder(layers=(tiny_layer(num_kv_heads=4),) * 4, vocab_size=VOCAB_SIZE, schedule=schedule or "gpipe")
     mesh = MeshSpec(stage=STAGES, fsdp=FSDP, microbatches=microbatches)
     mesh = mesh if schedule else build_mesh(MeshSpec(), jax.devices()[:1])
     trainer = Trainer(LanguageModel(module), "sgd", mesh=mesh, layout=Layout(min_shard=1))
@@ -41,6 +56,14 @@ def test_temporaries_of_1f1b_do_not_grow_with_the_microbatches_and_those_of_gpip
     assert many["1f1b"] <= 1.1 * few["1f1b"], (few, many)
     assert many["gpipe"] >= 3 * few["gpipe"], (few, many)
     assert many["1f1b"] <= many["gpipe"] / 4, (few, many)
+
+
+@pytest.mark.parametrize("schedule", TIMETABLES)
+def test_token_tables_and_their_gradients_travel_once_a_step(schedule):
+    found = tool.collectives(compiled(schedule, 4).as_text(), {"fsdp": FSDP, "stage": STAGES})
+    of_tables = [each for each in found if any(VOCAB_SIZE in shape for shape in each.shapes)]
+    assert len(of_tables) >= 2, "a gather and a sum of gradients"
+    assert all(each.executions == 1 for each in of_tables), of_tables
 
 
 @pytest.mark.parametrize("schedule", TIMETABLES)

@@ -30,10 +30,11 @@ from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.router import RouterTraining, Routing
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
+from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline, current_pipeline
-from dew.parallel.vocabulary import sharded_token_loss
+from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
 from dew.placement.layout import LayoutRefused
 from dew.placement.stacks import Bank, StackView
 
@@ -59,6 +60,8 @@ class CausalTransformer(nn.Module):
         bank_layers: Most layers a bank may hold; None means no bound.
         attention_impl: Attention kernel of whole sequences, see `dew.kernels.attention_choice.KERNELS`; "auto" takes
             the first that can run the call, as every call with a cache does.
+        sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
+            "ring" or "banded" for every layer.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
         router_training: What trains the routers beside the loss of the tokens.
     """
@@ -77,6 +80,7 @@ class CausalTransformer(nn.Module):
     scan_layers: bool = True
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
+    sequence_impl: SequenceImplementation = "auto"
     schedule: Schedule = "gpipe"
     router_training: RouterTraining = RouterTraining()
 
@@ -84,6 +88,7 @@ class CausalTransformer(nn.Module):
         checked_remat(self.remat)
         checked_schedule(self.schedule)
         check_implementation("attention_impl", self.attention_impl)
+        checked_sequence_implementation(self.sequence_impl)
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
@@ -281,7 +286,8 @@ class CausalTransformer(nn.Module):
         return parts
 
     def _layer(self, run: tuple[int, ...]) -> DecoderLayer:
-        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, self.attention_impl, parent=None)
+        kinds = self.attention_impl, self.sequence_impl
+        return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, *kinds, parent=None)
 
     def _weights(self, name: str) -> Any:
         """Give the stored weights of a part."""
@@ -298,11 +304,13 @@ class CausalTransformer(nn.Module):
         part, weights = self._parts()[name], self._weights(name) if outer is None else outer[name]
         return part.apply({"params": self._ready(part, weights)}, *inputs)
 
-    def _embedded(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], outer: Any = None
-    ) -> Float[Array, "B T D"]:
+    def _embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
-        x = scaled_rows(self._apply("embed_tokens", tokens, outer=outer), self.embedding)
+        return self._positioned(self._apply("embed_tokens", tokens), positions)
+
+    def _positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
+        """Scale looked-up rows and add learned positions."""
+        x = scaled_rows(rows, self.embedding)
         if self.embedding.positions is None:
             return x
         return constrain(x + self._apply("embed_positions", positions, outer=outer), RESIDUAL_NAMES)
@@ -440,33 +448,44 @@ class CausalTransformer(nn.Module):
         given |= {} if segment_ids is None else {"segment_ids": segment_ids}
         banked = {bank_name(run) for run in self._runs()}
         outer = {name: self._weights(name) for name in self._parts() if name not in banked}
-        model = self._staged_model(pipeline, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]))
         total, (correct, mass) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
         return total, correct, mass
 
-    def _staged_model(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> StagedModel:
-        """Give a schedule the model's pure functions."""
-        parts = self._parts()
+    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int]) -> StagedModel:
+        """Give a schedule the model's pure functions, for microbatches of a shape [rows, T]."""
+        parts, mesh = self._parts(), pipeline.mesh
         head = "embed_tokens" if self.tie_embeddings else "lm_head"
+        counted = jnp.arange(shape[1], dtype=jnp.int32)[None]
+
+        def prepare(outer):
+            tables = {name: copies_of(mesh, outer[name]["embedding"], shape) for name in ("embed_tokens", head)}
+            return outer | {name: {"embedding": copies} for name, copies in tables.items()}
 
         def embed(outer, given):
-            return self._embedded(given["tokens"], given.get("positions", counted), outer)
+            rows = look_up(mesh, outer["embed_tokens"]["embedding"], given["tokens"]).astype(self.dtype)
+            return constrain(self._positioned(rows, given.get("positions", counted), outer), RESIDUAL_NAMES)
 
         def score(outer, x, given):
-            hidden, mesh = self._apply("norm", x, outer=outer), jax.sharding.get_abstract_mesh()
-            table, scored = outer[head]["embedding"], (given["targets"], given["weights"])
-            total, *further = sharded_token_loss(
-                mesh, hidden, table, *scored, scale=self.logit_scale, softcap=self.logit_softcap
-            )
+            hidden, scored = self._apply("norm", x, outer=outer), (given["targets"], given["weights"])
+            factors = (self.logit_softcap, self.logit_scale)
+            total, *further = copied_token_loss(mesh, hidden, outer[head]["embedding"], *scored, *factors)
             return total, tuple(further)
 
-        def pinned(outer, weights):
-            outer = {name: constrain_weights(own, logical_names(parts[name])) for name, own in outer.items()}
-            runs = zip(weights, self._segments()[0].runs, strict=True)
-            pin = lambda own, run: constrain_weights(own, logical_names(self._layer(run)))  # noqa: E731
-            return outer, [pipeline.map(jax.vmap(functools.partial(pin, run=run)))(own) for own, run in runs]
+        def pin(name, own):
+            if name in ("embed_tokens", head):
+                return {"embedding": pinned_copies(mesh, own["embedding"], shape)}
+            return constrain_weights(own, logical_names(parts[name]))
 
-        return StagedModel(embed, self._stage(pipeline, counted), score, pinned)
+        def pinned(outer, weights):
+            outer = {name: pin(name, own) for name, own in outer.items()}
+            names = [logical_names(self._layer(run)) for run in self._segments()[0].runs]
+            return outer, [
+                pipeline.map(jax.vmap(functools.partial(constrain_weights, names=of_run)))(own)
+                for own, of_run in zip(weights, names, strict=True)
+            ]
+
+        return StagedModel(prepare, embed, self._stage(pipeline, counted), score, pinned)
 
     def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
         """View the banks as the stages that hold them."""

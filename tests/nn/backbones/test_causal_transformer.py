@@ -101,8 +101,12 @@ def test_decoding_token_by_token_is_the_full_forward(layers, prompt):
     assert int(cache.index) == TOKENS.shape[1]
 
 
-def test_a_left_padded_row_is_the_row_alone():
-    module = tiny_decoder()
+CHUNKED = (tiny_layer(chunk=4), tiny_layer(chunk=3, window=2, sinks=True))
+
+
+@pytest.mark.parametrize("layers", [(tiny_layer(),) * 4, CHUNKED], ids=["plain", "chunked"])
+def test_a_left_padded_row_is_the_row_alone(layers):
+    module = tiny_decoder(layers=layers)
     variables = variables_of(module)
     row = TOKENS[:1, :6]
     padded = np.concatenate([np.full((1, 4), 9), row], axis=1)
@@ -138,8 +142,9 @@ def test_the_cache_is_updated_in_place():
     assert memory.temp_size_in_bytes < whole
 
 
-def test_packed_documents_are_the_documents_alone():
-    module = tiny_decoder()
+@pytest.mark.parametrize("layers", [(tiny_layer(),) * 4, CHUNKED], ids=["plain", "chunked"])
+def test_packed_documents_are_the_documents_alone(layers):
+    module = tiny_decoder(layers=layers)
     variables = variables_of(module)
     first, second = TOKENS[0, :7], TOKENS[1, :5]
     packed = np.concatenate([first, second, [0, 0]])[None]
@@ -243,6 +248,7 @@ def test_a_missing_weight_is_named():
     "field, value, message",
     [
         ("remat", "minimal", "remat policy 'minimal' is not available yet"),
+        ("sequence_impl", "ulysses", "sequence_impl must be one of 'auto', 'all_to_all', 'gather', 'ring', 'banded'"),
         ("attention_impl", "flash", "attention_impl must be one of 'auto', 'xla', .*Received: attention_impl='flash'"),
         ("bank_layers", 0, "bank_layers must be None or positive. Received: bank_layers=0"),
     ],

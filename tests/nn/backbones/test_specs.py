@@ -81,7 +81,13 @@ def _granite():
     return tiny_decoder(layers=(layer,) * 2, embedding=EmbeddingSpec(scale=12.0), head=HeadSpec(scale=1 / 6))
 
 
+def _chunks_and_sinks():
+    layers = (block(chunk=5, sinks=True), block(window=4, sinks=True), block(chunk=8, window=3))
+    return tiny_decoder(layers=layers)
+
+
 VARIANTS = {
+    "chunks_and_sinks": _chunks_and_sinks,
     "gemma2": _gemma2,
     "cohere2": _cohere2,
     "olmo2": _olmo2,

@@ -1,0 +1,280 @@
+"""Every exchange of attention gives the values and gradients of one device, and sends what its formula says."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dew.kernels.attention import attention
+from dew.kernels.attention_choice import Accelerator
+from dew.nn.masks import causal_visibility, limited
+from dew.parallel.choice import choose_exchange, skips_window
+from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention
+from dew.parallel.traffic import AttentionSizes
+from dew.placement.layout import LayoutRefused
+from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.rules import DEFAULT_RULES, resolve
+from tests.parallel.sequences import packed_segments
+from tools.collectives import collectives
+
+B, T, H = 8, 48, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of attention on one mesh."""
+
+    mesh: MeshSpec
+    path: str
+    heads: int = 4
+    kv_heads: int = 2
+    window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+    packed: bool = True
+    named: str = "auto"
+
+
+CASES = {
+    "trade": Case(mesh=MeshSpec(sequence=2), path="all_to_all", softcap=3.0),
+    "trade repeated kv heads": Case(mesh=MeshSpec(sequence=8), path="all_to_all", heads=16, kv_heads=2, sinks=True),
+    "trade over tensor, few kv heads": Case(
+        mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", heads=12, kv_heads=3, sinks=True
+    ),
+    "trade a wide window": Case(mesh=MeshSpec(sequence=4), path="all_to_all", window=20),
+    "gather": Case(mesh=MeshSpec(sequence=8), path="gather", sinks=True, softcap=3.0),
+    "gather over tensor, one kv head": Case(mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1),
+    "gather unpacked": Case(mesh=MeshSpec(fsdp=4, sequence=2), path="gather", heads=3, kv_heads=3, packed=False),
+    "gather a window": Case(mesh=MeshSpec(sequence=8), path="gather", window=10, named="gather"),
+    "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", sinks=True, softcap=3.0),
+    "ring over tensor, one kv head": Case(
+        mesh=MeshSpec(tensor=2, sequence=4), path="ring", named="ring", kv_heads=1, packed=False
+    ),
+    "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10),
+    "ring of chunks": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9),
+    "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, sinks=True, softcap=3.0),
+    "band unpacked": Case(mesh=MeshSpec(fsdp=2, sequence=2), path="banded", window=25, packed=False),
+    "band of chunks": Case(mesh=MeshSpec(tensor=2, sequence=4), path="banded", chunk=9),
+    "band of chunks across slices": Case(
+        mesh=MeshSpec(sequence=8), path="banded", chunk=9, packed=False, heads=3, kv_heads=3
+    ),
+    "chunks that end with slices": Case(mesh=MeshSpec(sequence=8), path="banded", chunk=3, packed=False),
+}
+
+
+@functools.cache
+def operands(heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, cotangent = (jax.random.normal(key, (B, T, heads, H)) for key in keys[:2])
+    key, value = (jax.random.normal(key, (B, T, kv_heads, H)) for key in keys[2:4])
+    return query, key, value, jax.random.normal(keys[4], (heads,)), cotangent
+
+
+def loss(case: Case, attend: Any):
+    """Build the function of (query, key, value, sinks, cotangent, segments) to differentiate."""
+
+    def run(query, key, value, sinks, cotangent, segments):
+        visibility = limited(causal_visibility(T, segments), window=case.window, chunk=case.chunk)
+        sinks = sinks if case.sinks else None
+        mixed = attend(query, key, value, visibility=visibility, scale=H**-0.5, softcap=case.softcap, sinks=sinks)
+        return jnp.sum(mixed * cotangent), mixed
+
+    return jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True)
+
+
+def on_one_device(query, key, value, **rest):
+    return attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), **rest)
+
+
+def segments_of(case: Case) -> np.ndarray | None:
+    return packed_segments(length=T) if case.packed else None
+
+
+@functools.cache
+def wanted(case: Case):
+    return jax.jit(loss(case, on_one_device))(*operands(case.heads, case.kv_heads), segments_of(case))
+
+
+@functools.cache
+def compiled(case: Case):
+    """Compile a case on its mesh; the placed operands and the program."""
+    mesh = build_mesh(case.mesh)
+    query, key, value, sinks, cotangent = operands(case.heads, case.kv_heads)
+
+    def placed(x, names):
+        return jax.device_put(x, NamedSharding(mesh, resolve(names, x.shape, mesh, DEFAULT_RULES).spec))
+
+    whole = jax.device_put(sinks, NamedSharding(mesh, PartitionSpec()))
+    pairs = placed(key, KEY_NAMES), placed(value, KEY_NAMES)
+    arguments = [placed(query, QUERY_NAMES), *pairs, whole, placed(cotangent, QUERY_NAMES), segments_of(case)]
+    if case.packed:
+        arguments[-1] = placed(arguments[-1], ("activation_batch", "activation_length"))
+    attend = functools.partial(sequence_attention, sequence_impl=case.named)
+    with jax.set_mesh(mesh):
+        return arguments, jax.jit(loss(case, attend)).lower(*arguments).compile()
+
+
+def sizes(case: Case) -> AttentionSizes:
+    tensor, shards = case.mesh.tensor, case.mesh.sequence
+    heads = case.heads // tensor
+    kv_heads = (
+        case.kv_heads // tensor if case.kv_heads % tensor == 0 else heads // np.gcd(heads, case.heads // case.kv_heads)
+    )
+    return AttentionSizes(
+        rows=B // (8 // tensor // shards),
+        num_queries=T,
+        num_keys=T,
+        num_heads=heads,
+        num_kv_heads=int(kv_heads),
+        head_dim=H,
+        dtype="float32",
+        shards=shards,
+        is_masked=case.packed,
+        has_sinks=case.sinks,
+        # A chunk of packed rows is a window within documents of the length of a chunk.
+        window=case.chunk if case.packed and case.chunk else case.window,
+        chunk=None if case.packed else case.chunk,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_device(name):
+    case = CASES[name]
+    arguments, program = compiled(case)
+    (_, mixed), gradients = program(*arguments)
+    (_, want_mixed), want_gradients = wanted(dataclasses.replace(case, mesh=MeshSpec(), path="", named="auto"))
+    np.testing.assert_allclose(mixed, want_mixed, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(want_mixed))))
+    for got, want in zip(gradients, want_gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(want))))
+    assert all(float(jnp.max(jnp.abs(want))) > 0.1 for want in want_gradients[: 4 if case.sinks else 3])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_is_what_the_formula_says(name):
+    case = CASES[name]
+    choice = choose_exchange(sizes(case), case.named)
+    assert choice.path == case.path
+    mesh = build_mesh(case.mesh)
+    found: dict[str, int] = {}
+    for item in collectives(compiled(case)[1].as_text(), dict(mesh.shape)):
+        if item.axes == ("sequence",) and len(item.shapes[0]) > 2:
+            found[item.kind] = found.get(item.kind, 0) + item.step_bytes
+    want: dict[str, int] = {}
+    for transfer in choice.transfers:
+        want[transfer.kind] = want.get(transfer.kind, 0) + transfer.result_bytes
+    assert found == want
+    assert bool(found) == (name != "chunks that end with slices")
+
+
+FACTS = {
+    "rows": 2,
+    "num_queries": 64,
+    "num_keys": 64,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "dtype": "bfloat16",
+    "shards": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "change, path, reason",
+    [
+        ({"num_heads": 4}, "all_to_all", "skips what is hidden"),
+        ({"num_heads": 6}, "gather", "too few to trade; sends least"),
+        # Nothing hidden: fewer bytes decide. Two of many heads are cheap to gather, all of few are not.
+        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False}, "gather", "sends least"),
+        ({"num_heads": 4, "num_kv_heads": 4, "is_causal": False}, "all_to_all", "sends least"),
+        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False, "is_masked": True}, "all_to_all", "is hidden"),
+        ({"num_heads": 4, "window": 17}, "banded", "one slice"),
+        ({"num_heads": 4, "window": 17, "kernel": True}, "all_to_all", "is hidden"),
+        ({"num_heads": 6, "window": 17, "kernel": True}, "banded", "one slice"),
+        ({"num_heads": 4, "window": 18}, "all_to_all", "is hidden"),
+        ({"num_heads": 4, "chunk": 32}, "banded", "one slice"),
+        ({"num_heads": 4, "chunk": 40}, "all_to_all", "is hidden"),
+        ({"num_heads": 16, "num_kv_heads": 16, "window": 18, "shards": 32, "num_queries": 512}, "ring", "sends least"),
+        # 36 positions: slices of 9 have no halves, so nothing can be striped.
+        ({"num_heads": 4, "num_queries": 36, "num_keys": 36}, "all_to_all", "is hidden"),
+    ],
+)
+def test_the_choice_follows_the_rules(change, path, reason):
+    change = dict(change)
+    kernel = change.pop("kernel", False)
+    facts = {**FACTS, **change}
+    facts["num_keys"] = facts["num_queries"]
+    choice = choose_exchange(AttentionSizes(**facts), kernel_skips_window=kernel)
+    assert choice.path == path
+    assert reason in choice.reason
+    assert set(choice.refused) | set(choice.alternatives) | {path} == {"all_to_all", "gather", "ring", "banded"}
+    assert f"{path}, {choice.bytes:,} bytes a device" in str(choice)
+
+
+@pytest.mark.parametrize(
+    "named, change, message",
+    [
+        (
+            "all_to_all",
+            {"num_heads": 6},
+            "6 query heads of a tensor shard .*sequence=4. Use 'auto' or 'gather' or",
+        ),
+        ("banded", {"num_heads": 4}, "it needs a window or chunks"),
+        ("banded", {"num_heads": 4, "window": 18}, "reads 17 positions before its slice, which is longer"),
+        ("ring", {"num_heads": 4, "num_queries": 36}, "36 positions do not divide into 8 equal parts"),
+        ("gather", {"num_heads": 4, "num_queries": 36}, "36 positions do not divide into 8 equal parts"),
+        ("auto", {"num_heads": 6, "num_queries": 36}, "36 positions do not divide into 8 .* Use rows of 32 or 40 "),
+        ("auto", {"num_heads": 4, "num_queries": 38}, "38 positions do not divide into 4 .* Use rows of 36 or 40 "),
+        ("auto", {"num_heads": 6, "num_queries": 3}, "3 positions do not divide into 8 .* Use rows of 8 positions"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_can(named, change, message):
+    facts = {**FACTS, **change}
+    with pytest.raises(LayoutRefused, match=message):
+        choose_exchange(AttentionSizes(**{**facts, "num_keys": facts["num_queries"]}), named)
+
+
+HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
+
+
+@pytest.mark.parametrize(
+    "change, device, skips",
+    [
+        ({}, HOPPER, True),
+        ({"is_masked": True}, HOPPER, False),
+        ({"has_sinks": True}, HOPPER, False),
+        ({"dtype": "float32"}, HOPPER, False),
+        ({"num_heads": 6}, HOPPER, False),
+        ({"window": None}, HOPPER, False),
+        ({}, Accelerator(platform="cpu"), False),
+    ],
+)
+def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
+    facts = {**FACTS, "num_heads": 4, "window": 17, **change}
+    assert skips_window(AttentionSizes(**facts), "auto", device) is skips
+
+
+def test_a_kernel_that_cannot_attend_piece_by_piece_is_refused():
+    query, key, value, *_ = operands(4, 2)
+    with (
+        jax.set_mesh(build_mesh(MeshSpec(sequence=8))),
+        pytest.raises(ValueError, match=r"gather exchange attends piece by piece.*Received: attention_impl='cudnn'"),
+    ):
+        sequence_attention(query, key, value, visibility=causal_visibility(T), scale=1.0, implementation="cudnn")
+
+
+def test_rules_that_split_positions_otherwise_are_refused():
+    query, key, value, *_ = operands(4, 2)
+    rules = (*((n, a) for n, a in DEFAULT_RULES if n != "activation_length"), ("activation_length", "data"))
+    rules = (*((n, a) for n, a in rules if n != "activation_batch"), ("activation_batch", None))
+    with (
+        jax.set_mesh(build_mesh(MeshSpec(sequence=4))),
+        nn.logical_axis_rules(rules),
+        pytest.raises(LayoutRefused, match="rules put activation_length on data, but attention splits positions over"),
+    ):
+        sequence_attention(query, key, value, visibility=causal_visibility(T), scale=1.0)
