@@ -31,21 +31,23 @@ class StagedModel:
     Attributes:
         prepare: Weights outside the stages -> `outer`, once a step.
         embed: (outer, given) -> activations [rows, T, D].
-        stage: (one stage's weights, activations, given) -> activations.
+        stage: (one stage's weights, activations, given) -> (activations, sums over the tokens).
+        extra: (these sums of all stages and microbatches) -> what they add to the total, a linear function.
         score: (outer, activations, given) -> (total, further sums), the total a scalar to differentiate.
         pinned: (outer, weights of all stages) -> the same, where they live; for the sums of gradients.
     """
 
     prepare: Callable[[Any], Any]
     embed: Callable[[Any, Any], Array]
-    stage: Callable[[Any, Array, Any], Array]
+    stage: Callable[[Any, Array, Any], tuple[Array, Any]]
+    extra: Callable[[Any], Array | float]
     score: Callable[[Any, Array, Any], tuple[Array, Any]]
     pinned: Callable[[Any, Any], tuple[Any, Any]]
 
 
 def scheduled_loss(
     pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any
-) -> tuple[Float[Array, ""], Any]:
+) -> tuple[Float[Array, ""], tuple[Any, Any]]:
     """Score a batch; differentiated, compute its gradients in the order of the schedule.
 
     Args:
@@ -56,7 +58,8 @@ def scheduled_loss(
         given: Tree of arrays `[B, T]`.
 
     Returns:
-        The total, differentiable with respect to `outer` and `weights`, and the further sums.
+        The total, differentiable with respect to `outer` and `weights`, and the further sums with those of the stages,
+        leaves `[stages, ...]`.
 
     Raises:
         ValueError: If a device's rows do not divide into microbatches.
@@ -67,8 +70,9 @@ def scheduled_loss(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scheduled(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> tuple[Array, Any]:
     outer = model.prepare(outer)
-    x = through_stages(pipeline, model.stage, weights, model.embed(outer, given), given)
-    return model.score(outer, x, given)
+    x, said = through_stages(pipeline, model.stage, weights, model.embed(outer, given), given)
+    total, further = model.score(outer, x, given)
+    return total + model.extra(said), (further, said)
 
 
 def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> Any:
@@ -76,13 +80,15 @@ def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, g
     schedule = _Schedule(pipeline, model, prepared, weights, jax.tree.map(pipeline.split, given))
     table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
     carry = schedule.start()
+    slopes = schedule.slopes(carry["said"])
     for (runs_forward, runs_backward), ticks in _phases(table.forward, table.backward):
-        tick = functools.partial(schedule.tick, runs_forward=runs_forward, runs_backward=runs_backward)
+        tick = functools.partial(schedule.tick, slopes=slopes, runs_forward=runs_forward, runs_backward=runs_backward)
         carry, _ = jax.lax.scan(tick, carry, (ticks, table.forward[ticks], table.backward[ticks]))
     by_outer, by_weights = jax.tree.map(
         lambda sums, own: sums.astype(own.dtype), carry["gradients"], (prepared, weights)
     )
-    return carry["sums"], (*transposed(by_outer), by_weights)
+    (total, further), said = carry["sums"], carry["said"]
+    return (total + model.extra(said), (further, said)), (*transposed(by_outer), by_weights)
 
 
 def _backward(pipeline: Pipeline, model: StagedModel, gradients: Any, cotangents: tuple[Array, Any]) -> Any:
@@ -119,6 +125,10 @@ class _Schedule:
     weights: Any
     parts: Any
 
+    def slopes(self, said: Any) -> Any:
+        """Give what the total gains from each sum of the stages, the same at every tick."""
+        return jax.grad(lambda said: jnp.asarray(self.model.extra(said), jnp.float32))(said)
+
     @property
     def slots(self) -> int:
         """Stage inputs that are kept: those of the first stage, which waits longest."""
@@ -126,10 +136,10 @@ class _Schedule:
 
     def start(self) -> dict[str, Any]:
         """Make the values that the first tick is handed."""
-        embedded, (total, further) = jax.eval_shape(self._scored_whole, self._part(jnp.int32(0)))
-        zeros = jnp.zeros((self.pipeline.stages, *embedded.shape), embedded.dtype)
-        kept = jnp.zeros((self.slots, *zeros.shape), zeros.dtype)
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (total, further))
+        shapes = jax.eval_shape(self._shapes)
+        x, sums, said = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = jnp.broadcast_to(x, (self.pipeline.stages, *x.shape))
+        kept = jnp.broadcast_to(zeros, (self.slots, *zeros.shape))
         gradients = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), (self.outer, self.weights)
         )
@@ -138,11 +148,18 @@ class _Schedule:
             "returned": self.pipeline.pinned(zeros),
             "kept": self.pipeline.pinned_slots(kept),
             "sums": sums,
+            "said": said,
             "gradients": self.model.pinned(*gradients),
         }
 
     def tick(
-        self, carry: dict[str, Any], entries: tuple[Array, Array, Array], *, runs_forward: bool, runs_backward: bool
+        self,
+        carry: dict[str, Any],
+        entries: tuple[Array, Array, Array],
+        *,
+        slopes: Any,
+        runs_forward: bool,
+        runs_backward: bool,
     ) -> tuple[dict[str, Any], None]:
         """Run one tick on all stages: forward, then backward."""
         number, forward, backward = entries
@@ -150,7 +167,7 @@ class _Schedule:
         if runs_forward:
             carry, done = self._run_forward(carry, number, forward)
         if runs_backward:
-            carry = self._run_backward(carry, done, forward, backward)
+            carry = self._run_backward(carry, done, forward, backward, slopes)
         return carry, None
 
     def _run_forward(self, carry: dict[str, Any], number: Array, forward: Array) -> tuple[dict[str, Any], Array]:
@@ -158,12 +175,13 @@ class _Schedule:
         first = self.model.embed(self.outer, self._part(forward[0]))
         x = pipeline.pinned(pipeline.at(0, first, carry["handed"]))
         kept = jax.lax.dynamic_update_index_in_dim(carry["kept"], x, number % self.slots, 0)
-        done = self._stages(self.weights, x, pipeline.taken(self.parts, forward))
+        done, said = self._stages(self.weights, x, pipeline.taken(self.parts, forward))
+        said = jax.tree.map(jnp.add, carry["said"], pipeline.of_working(forward, said))
         kept = pipeline.pinned_slots(kept)
-        return carry | {"handed": pipeline.shifted(done, 1), "kept": kept}, done
+        return carry | {"handed": pipeline.shifted(done, 1), "kept": kept, "said": said}, done
 
     def _run_backward(
-        self, carry: dict[str, Any], done: Array | None, forward: Array, backward: Array
+        self, carry: dict[str, Any], done: Array | None, forward: Array, backward: Array, slopes: Any
     ) -> dict[str, Any]:
         pipeline, (by_outer, by_weights) = self.pipeline, carry["gradients"]
         arriving = carry["returned"]
@@ -178,7 +196,7 @@ class _Schedule:
         x = pipeline.picked(carry["kept"], (backward + np.arange(pipeline.stages)) % self.slots)
         inputs = pipeline.taken(self.parts, backward)
         _, transposed = jax.vjp(lambda weights, x: self._stages(weights, x, inputs), self.weights, x)
-        by_stages, leaving = transposed(arriving)
+        by_stages, leaving = transposed((arriving, pipeline.of_working(backward, slopes)))
         leaving = pipeline.pinned(leaving)
         _, transposed = jax.vjp(lambda outer: self.model.embed(outer, self._part(backward[0])), self.outer)
         (by_embedding,) = transposed(pipeline.from_stage(leaving, 0))
@@ -194,12 +212,17 @@ class _Schedule:
         by_outer, by_x = transposed(jnp.ones_like(total))
         return (total, further), by_outer, by_x
 
-    def _scored_whole(self, given: Any) -> tuple[Array, Any]:
-        x = self.model.embed(self.outer, given)
-        return x, self.model.score(self.outer, x, given)
+    def _shapes(self) -> tuple[Array, Any, Any]:
+        """Compute one microbatch's activation, its sums, and the sums of all stages; only their shapes are used."""
+        stages = self.pipeline.stages
+        x = self.model.embed(self.outer, self._part(jnp.int32(0)))
+        inputs = self.pipeline.taken(self.parts, jnp.zeros(stages, jnp.int32))
+        _, said = self._stages(self.weights, jnp.broadcast_to(x, (stages, *x.shape)), inputs)
+        return x, self.model.score(self.outer, x, self._part(jnp.int32(0))), said
 
-    def _stages(self, weights: Any, x: Array, inputs: Any) -> Array:
-        return self.pipeline.pinned(self.pipeline.map(self.model.stage)(weights, x, inputs))
+    def _stages(self, weights: Any, x: Array, inputs: Any) -> tuple[Array, Any]:
+        x, said = self.pipeline.map(self.model.stage)(weights, x, inputs)
+        return self.pipeline.pinned(x), said
 
     def _part(self, microbatch: Array) -> Any:
         """Give what one microbatch says; of an idle stage's, the first."""

@@ -150,6 +150,11 @@ class Pipeline:
         chosen = jnp.maximum(microbatches, 0)
         return jax.tree.map(lambda leaf: self.pinned(jnp.take(leaf, chosen, axis=0)), inputs)
 
+    def of_working(self, microbatches: Int[Array, "stages"], sums: Any) -> Any:
+        """Keep the sums of stages that work on a microbatch; those of idle ones count for nothing."""
+        works = microbatches >= 0
+        return jax.tree.map(lambda leaf: jnp.where(works.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0), sums)
+
     def at(self, stage: int, inside: Any, elsewhere: Shaped[Array, "stages ..."]) -> Shaped[Array, "stages ..."]:
         """Put a value in place of one stage's: `inside` has no stage dimension."""
         is_here = (np.arange(self.stages) == stage).reshape(-1, *(1,) * (elsewhere.ndim - 1))

@@ -122,6 +122,29 @@ def test_a_row_that_reads_nothing_is_zero_and_has_no_share_in_a_merge():
     assert not any(np.any(gradient) for gradient in gradients(query, key, value))
 
 
+@pytest.mark.parametrize("limits", [{"window": 2}, {"chunk": 2}], ids=str)
+def test_stretches_far_apart_read_their_own_ends_of_the_keys(limits):
+    slots = jnp.array([1, 2, 30, 31])  # were they consecutive, five keys of 32 would do
+    query, key, value = heads(num_queries=4, num_keys=32)
+    one = jnp.ones((B, 32), int)
+    want = plain(query, key, value, allowed_pairs(slots, np.arange(32), one[:, :4], one, **limits))
+    visibility = Visibility(slots[None], jnp.arange(32)[None], **limits)
+    close(partial_attention(query, key, value, visibility=visibility, scale=0.5), want)
+
+
+def test_a_row_of_a_document_without_keys_gives_no_gradient():
+    inputs = heads()
+    query_segments, key_segments = jnp.ones((B, T), jnp.int32).at[:, 2].set(9), jnp.ones((B, S), jnp.int32)
+    visibility = consecutive_visibility(T, S, query_start=6, query_segments=query_segments, key_segments=key_segments)
+    allowed = allowed_pairs(np.arange(6, 12), np.arange(S), query_segments, key_segments)
+
+    def gradients(of):
+        return jax.grad(lambda *heads: jnp.sum(jnp.cos(of(*heads) + 1.0)), (0, 1, 2))(*inputs)
+
+    got = gradients(lambda *heads: attention(*heads, visibility=visibility, scale=0.5))
+    close(got, gradients(lambda *heads: plain(*heads, allowed)[0]))
+
+
 @pytest.mark.parametrize("limits", [{}, {"window": 2}, {"chunk": 3}], ids=str)
 @pytest.mark.parametrize("start, key_start", [(7, 0), (4, 2), (0, 5)])
 def test_an_offset_may_be_known_only_when_the_program_runs(limits, start, key_start):

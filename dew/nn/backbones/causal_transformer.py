@@ -163,7 +163,7 @@ class CausalTransformer(nn.Module):
                     "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
                     "LanguageModel only. Use schedule='gpipe' for another loss."
                 )
-            x = self._run_stages(pipeline, tokens, positions, segment_ids)
+            x, _ = self._run_stages(pipeline, tokens, positions, segment_ids)
             return self._apply("norm", x)
         if cache is None:
             return self._whole(tokens, positions, segment_ids, None)[0]
@@ -397,8 +397,8 @@ class CausalTransformer(nn.Module):
             )
         return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
 
-    def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> Array:
-        """Embed, and run all blocks as the stages of a pipeline."""
+    def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> tuple[Array, Any]:
+        """Embed, and run all blocks as the stages of a pipeline: the last stage's output and what the stages say."""
         given = {"positions": positions, "segment_ids": segment_ids}
         given = {name: value for name, value in given.items() if value is not None}
         counted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -449,7 +449,7 @@ class CausalTransformer(nn.Module):
         banked = {bank_name(run) for run in self._runs()}
         outer = {name: self._weights(name) for name in self._parts() if name not in banked}
         model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]))
-        total, (correct, mass) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        total, ((correct, mass), _) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
         return total, correct, mass
 
     def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int]) -> StagedModel:
@@ -485,7 +485,7 @@ class CausalTransformer(nn.Module):
                 for own, of_run in zip(weights, names, strict=True)
             ]
 
-        return StagedModel(prepare, embed, self._stage(pipeline, counted), score, pinned)
+        return StagedModel(prepare, embed, self._stage(pipeline, counted), lambda said: 0.0, score, pinned)
 
     def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
         """View the banks as the stages that hold them."""
@@ -493,7 +493,7 @@ class CausalTransformer(nn.Module):
         return pipeline.by_stage([self._weights(bank_name(run)) for run in segment.runs])
 
     def _stage(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> Any:
-        """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> x."""
+        """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> (x, sums)."""
         segment = self._staged(pipeline.stages)
         share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
 
@@ -501,7 +501,7 @@ class CausalTransformer(nn.Module):
             around = self._surroundings(x.shape[1], given.get("segment_ids"))
             if share.repeats == 1:
                 weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))[0]
+            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))[0], ()
 
         return stage
 
