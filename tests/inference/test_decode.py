@@ -243,12 +243,6 @@ def test_what_cannot_run_is_refused_before_tracing(change, error, message):
     assert compilation_counts() == counts
 
 
-def test_axes_that_generation_does_not_run_on_are_refused():
-    module, variables, mesh = placed(MeshSpec(expert=2, fsdp=4))
-    with pytest.raises(LayoutRefused, match="generation on a mesh with expert=2 is not available yet"):
-        generate(module, variables, [[1]], max_new_tokens=1, mesh=mesh)
-
-
 def test_weights_that_stages_hold_in_parts_are_not_copied_behind_the_callers_back():
     module, variables, mesh = placed(MeshSpec(stage=2, fsdp=4))
     with pytest.raises(LayoutRefused, match=r"split as P.*'stage'.*Move the weights first.*stored=\('stage',\)"):
