@@ -25,15 +25,18 @@ from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
 from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility, causal_visibility, document_starts
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
+from dew.nn.router import BALANCE_BIAS, RouterTraining, Routing
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline, current_pipeline
 from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
+from dew.placement.layout import LayoutRefused
 from dew.placement.stacks import Bank, StackView
 
 __all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
@@ -61,6 +64,7 @@ class CausalTransformer(nn.Module):
         sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
             "ring" or "banded" for every layer.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
+        router_training: What trains the routers beside the loss of the tokens.
     """
 
     vocab_size: int
@@ -79,6 +83,7 @@ class CausalTransformer(nn.Module):
     attention_impl: Implementation = "auto"
     sequence_impl: SequenceImplementation = "auto"
     schedule: Schedule = "gpipe"
+    router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
@@ -162,19 +167,49 @@ class CausalTransformer(nn.Module):
             x, _ = self._run_stages(pipeline, tokens, positions, segment_ids)
             return self._normed(x)
         if cache is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-            x = self._embedded(tokens, positions)
-            x = self._run_layers(x, self._surroundings(tokens.shape[1], segment_ids), self._tables(positions))
-            return self._normed(x)
+            return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
             positions = jnp.maximum(start + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
         x, cache = self._embedded(tokens, positions), cache.marked(real)
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
-        around = Surroundings(visibility, real=None if segment_ids is None else real)
+        given = None if segment_ids is None else real
+        around = Surroundings(visibility, real=given, is_token=given)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
         return self._normed(x), cache
+
+    def routed_hidden_states(
+        self,
+        tokens: Int[Array, "B T"],
+        counted: Float[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Routing, ...]]:
+        """Compute the output of the last norm and what the routers say.
+
+        Args:
+            tokens: Token ids.
+            counted: Weight of each token in the statistics; padding and tokens without weight do not count.
+            positions: As `__call__`.
+            segment_ids: As `__call__`.
+
+        Returns:
+            Hidden states, and the statistics of each layer with experts, first to last.
+        """
+        return self._whole(tokens, positions, segment_ids, counted)
+
+    def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
+        """Run the model on whole sequences."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        around = self._surroundings(tokens.shape[1], segment_ids, counted)
+        x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
+        return self._normed(x), routing
+
+    @property
+    def expert_layers(self) -> tuple[ExpertsSpec, ...]:
+        """The experts of the layers that have them, first to last."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -264,7 +299,7 @@ class CausalTransformer(nn.Module):
         """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
 
         def cast(path: Any, weight: Array) -> Array:
-            return weight if path[-1].key in WIDE_WEIGHTS else weight.astype(self.dtype)
+            return weight if path[-1].key in (*WIDE_WEIGHTS, BALANCE_BIAS) else weight.astype(self.dtype)
 
         weights = jax.tree.map_with_path(cast, weights)
         return gather_weights(weights, logical_names(part))
@@ -311,31 +346,47 @@ class CausalTransformer(nn.Module):
 
         return block
 
-    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> Array:
+    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> tuple[Array, tuple[Routing, ...]]:
         """Run all blocks on whole sequences."""
+        routing: dict[int, Routing] = {}
         for segment in self._segments():
             weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x = self._run_segment(segment, weights, x, around, tables)
-        return x
+            x, own = self._run_segment(segment, weights, x, around, tables)
+            routing |= own
+        return x, tuple(routing[index] for index in sorted(routing))
 
-    def _surroundings(self, num_tokens: int, segment_ids: Int[Array, "B T"] | None) -> Surroundings:
+    def _surroundings(self, num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
         """Say what blocks need to know of whole sequences."""
-        return Surroundings(causal_visibility(num_tokens, segment_ids), starts=document_starts(segment_ids))
+        starts = document_starts(segment_ids)
+        return Surroundings(
+            causal_visibility(num_tokens, segment_ids),
+            starts=starts,
+            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
+            counted=counted,
+            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
+        )
 
-    def _run_segment(self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict) -> Array:
+    def _run_segment(
+        self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
+    ) -> tuple[Array, dict[int, Routing]]:
         """Run a segment's blocks, a loop where its banks hold several layers."""
         in_loop = segment.repeats > 1
         blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
 
         def turn(x, weights):
+            said = []
             for block, own in zip(blocks, weights, strict=True):
-                x, _ = block(x, own)
-            return x, None
+                x, _, own_routing = block(x, own)
+                said.append(own_routing)
+            return x, said
 
-        x, _ = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+        x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+        routing: dict[int, Routing] = {}
+        for run, each in zip(segment.runs, said, strict=True):
+            routing |= _by_layer(run, each, in_loop)
         # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
         # back, GSPMD carries that split into every block and gathers weights and activations there.
-        return constrain(x, RESIDUAL_NAMES)
+        return constrain(x, RESIDUAL_NAMES), routing
 
     def check_stages(self, stages: int) -> None:
         """Check that the layers divide into pipeline stages.
@@ -346,7 +397,16 @@ class CausalTransformer(nn.Module):
         Raises:
             LayoutRefused: If they do not; the error says what does.
         """
-        staged_segment(self._segments(), stages, is_banked=self.scan_layers)
+        self._staged(stages)
+
+    def _staged(self, stages: int) -> Segment:
+        """Give the loop that the stages share, refusing what does not run in stages."""
+        if self.expert_layers:
+            raise LayoutRefused(
+                f"experts do not run on a mesh with stage={stages}: what their routers say does not travel between "
+                f"stages. Use MeshSpec(expert={stages}) where it divides the experts, or fsdp={stages}."
+            )
+        return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
 
     def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> tuple[Array, Any]:
         """Embed, and run all blocks as the stages of a pipeline: the last stage's output and what the stages say."""
@@ -440,19 +500,19 @@ class CausalTransformer(nn.Module):
 
     def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
         """View the banks as the stages that hold them."""
-        segment = staged_segment(self._segments(), pipeline.stages, is_banked=self.scan_layers)
+        segment = self._staged(pipeline.stages)
         return pipeline.by_stage([self._weights(bank_name(run)) for run in segment.runs])
 
     def _stage(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> Any:
         """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> (x, sums)."""
-        segment = staged_segment(self._segments(), pipeline.stages, is_banked=self.scan_layers)
+        segment = self._staged(pipeline.stages)
         share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
 
         def stage(weights, x, given):
             around = self._surroundings(x.shape[1], given.get("segment_ids"))
             if share.repeats == 1:
                 weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted))), ()
+            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))[0], ()
 
         return stage
 
@@ -471,7 +531,7 @@ class CausalTransformer(nn.Module):
                 bank, place = places[run[0]]
                 step = places[run[-1]][1] - place
                 layer = place + (number * (step // (len(run) - 1)) if len(run) > 1 else 0)
-                x, window = block(x, own, banks[bank].window(layer, cache.index))
+                x, window, _ = block(x, own, banks[bank].window(layer, cache.index))
                 banks = (*banks[:bank], window.bank, *banks[bank + 1 :])
             return (x, banks), None
 
@@ -486,3 +546,12 @@ class CausalTransformer(nn.Module):
                 carry, _ = step(carry, (0, weights))
         x, banks = carry
         return x, cache.replace(banks=banks, index=cache.index + x.shape[1])
+
+
+def _by_layer(run: tuple[int, ...], routing: Routing | None, is_stacked: bool) -> dict[int, Routing]:
+    """Give each layer of a run what its router said."""
+    if routing is None:
+        return {}
+    if not is_stacked:
+        return {run[0]: routing}
+    return {layer: jax.tree.map(lambda leaf, place=place: leaf[place], routing) for place, layer in enumerate(run)}
