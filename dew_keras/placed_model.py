@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import as_mesh, batch_divisor, microbatches_of
 from dew.placement.partition import data_partition
 from dew.placement.stacks import StackView, stack_view
@@ -145,7 +145,6 @@ class PlacedModel:
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
-        refuse_unsupported_axes(new_mesh, "Training a model")
         refuse_unstaged(new_mesh, module)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)

@@ -21,7 +21,7 @@ from dew.nn.attention_report import attention_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
-from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
+from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
 from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
 from dew.placement.stacks import stack_view
@@ -186,7 +186,6 @@ def _declared(module: Any) -> Any:
 
 def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
-        refuse_unsupported_axes(mesh, "A model")
         refuse_unstaged(mesh, module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:

@@ -222,7 +222,8 @@ def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     result = np.empty([size for group in tensor.parts[0][0].factors for size in group], tensor.dtype)
     for recipe, number in tensor.parts:
         leaf = arrays[recipe.path]
-        layer = host_value(_take_layer(leaf, number) if recipe.banked else leaf)
+        place = recipe.place_of(number)
+        layer = host_value(_taken(leaf, place) if place else leaf)
         own = result
         if recipe.cut is not None:
             stop = recipe.cut.start + recipe.in_tensor_order(layer).shape[recipe.cut.factor]
@@ -238,8 +239,10 @@ def tensor_side(stored: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 @jax.jit
-def _take_layer(bank: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(bank, layer, axis=0, keepdims=False)
+def _taken(bank: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    for number in place:
+        bank = jax.lax.dynamic_index_in_dim(bank, number, axis=0, keepdims=False)
+    return bank
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dew.inference import Greedy, Sampling, Temperature, TopK, TopP, generate
 from dew.inference.decode import mesh_of_variables
 from dew.inference.prefill import cache_shardings, prompt_rows, reseated_cache
 from dew.inference.programs import compilation_counts, forget_programs
-from dew.placement import DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, as_mesh, build_mesh
+from dew.placement import DEFAULT_RULES, Layout, MeshSpec, as_mesh, build_mesh
 from dew.tree import named_leaves
 from tests.tiny import VOCAB_SIZE, tiny_decoder
 
@@ -229,12 +229,6 @@ def test_what_cannot_run_is_refused_before_tracing(change, error, message):
     with pytest.raises(error, match=message):
         generate(module, variables, **({"prompts": [[1, 2]], "max_new_tokens": 8} | change))
     assert compilation_counts() == counts
-
-
-def test_axes_that_generation_does_not_run_on_are_refused():
-    module, variables, mesh = placed(MeshSpec(expert=2, fsdp=4))
-    with pytest.raises(LayoutRefused, match="generation on a mesh with expert=2 is not available yet"):
-        generate(module, variables, [[1]], max_new_tokens=1, mesh=mesh)
 
 
 def test_weights_that_are_not_numbers_are_an_error_not_tokens():

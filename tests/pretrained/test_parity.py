@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dew.nn.embed import EmbeddingSpec, HeadSpec, scaled_rows
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm
 from dew.placement.layout import Layout
 from dew.placement.stacks import stack_view
@@ -65,7 +66,8 @@ MESHES = [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"tensor": 2}]
 @pytest.mark.parametrize(
     "name, mesh",
     [(name, mesh) for name in ("llama_untied", "qwen3") for mesh in MESHES]
-    + [(name, MESHES[1]) for name in ("gemma2", "gemma3_text")],
+    + [(name, MESHES[1]) for name in ("gemma2", "gemma3_text")]
+    + [("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2}), ("qwen2_moe", {"expert": 2, "fsdp": 2, "sequence": 2})],
 )
 def test_logits_are_the_same_on_every_mesh(name, mesh, reference):
     want = reference(name)
@@ -322,6 +324,54 @@ def gates_swapped(module, variables):
     return module, view.stack({"params": params})
 
 
+def with_experts(module, **fields):
+    """The model with other fields in every router."""
+
+    def changed(layer):
+        if not isinstance(layer.mlp, ExpertsSpec):
+            return layer
+        router = dataclasses.replace(layer.mlp.router, **fields)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router))
+
+    return with_layers(module, changed)
+
+
+def weights_not_divided(module, variables):
+    return with_experts(module, score="softmax", normalise=False), variables
+
+
+def weights_divided(module, variables):
+    return with_experts(module, normalise=True), variables
+
+
+def one_expert_more(module, variables):
+    return with_experts(module, top_k=module.expert_layers[0].router.top_k + 1), variables
+
+
+def expert_gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        experts = params[f"layers_{index}"]["mlp"].get("experts", {"gate_proj": 0, "up_proj": 0})
+        experts["gate_proj"], experts["up_proj"] = experts["up_proj"], experts["gate_proj"]
+    return module, view.stack({"params": params})
+
+
+def experts_reversed(module, variables):
+    def turned(path, leaf):
+        return leaf[..., ::-1, :, :] if "experts" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(turned, variables)
+
+
+def shared_perceptron_ungated(module, variables):
+    def opened(path, leaf):
+        return jnp.zeros_like(leaf) if "shared_gate" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(opened, variables)
+
+
+EXPERTS = [one_expert_more, expert_gates_swapped, experts_reversed]
 EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
 GEMMA = [unscaled_embeddings, scales_without_their_one]
 MUTATIONS = {
@@ -375,6 +425,10 @@ MUTATIONS = {
         rotary_everywhere,
         norms_of_the_mean_square,
     ],
+    "mixtral": [*EXPERTS, weights_not_divided, window_one_longer, window_one_shorter],
+    "qwen2_moe": [*EXPERTS, weights_divided, shared_perceptron_ungated, windows_everywhere, biases_dropped],
+    "qwen3_moe": [*EXPERTS, weights_not_divided, head_norms_swapped],
+    "granitemoe": [*EXPERTS, weights_not_divided, full_residuals, unscaled_embeddings, unscaled_logits],
     "glm4": [halves_rotated, whole_heads_rotated, outer_norms_swapped, biases_dropped, gates_swapped],
 }
 WITHOUT = {
