@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
-from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf
+from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf, stored_axes
 from dew.inference.sampling import Strategy
 from dew.inference.task import TextGeneration
 from dew_keras.compiled import resolve_sampler
@@ -56,7 +56,6 @@ def run_generate(
     Raises:
         ValueError: If the module is no language model, or a limit or the mesh does not fit.
         LayoutRefused: If the layout leaves too much whole on the mesh.
-        RuntimeError: If a mesh is named while fit runs.
     """
     module = engine.module
     if not engine.is_language_model:
@@ -65,7 +64,7 @@ def run_generate(
     # Numbers of calls are far above the keys that initialisation and training fold in.
     key = jax.random.key(seed) if seed is not None else jax.random.fold_in(jax.random.key(engine.seed), 2**16 + call)
     engine.load(None)
-    with contextlib.nullcontext(engine.mesh) if mesh is None else _weights_on(engine, mesh) as where:
+    with _decoding(engine, mesh) as where:
         # The engine alone holds the weights when this ends, so that each one that moves back is freed.
         return TextGeneration(
             module=module,
@@ -85,26 +84,40 @@ def run_generate(
         )
 
 
-@contextlib.contextmanager
-def _weights_on(engine: Engine, wanted: Any) -> Iterator[Mesh]:
-    """Hold the engine's weights on another mesh of their devices; leaf by leaf there and back, every bit the same."""
-    if engine.is_fitting:
-        raise RuntimeError(
-            "generate(mesh=...) moves the weights, which the next step of a running fit needs where they are. Leave "
-            "mesh out in callbacks, or generate when fit has ended."
-        )
-    mesh = decode_mesh(engine.mesh, wanted)
+def _decoding(engine: Engine, wanted: Any) -> contextlib.AbstractContextManager[Mesh]:
+    """Have the engine's weights where they can decode: where they are, or moved while the context is entered."""
+    if wanted is not None:
+        mesh = decode_mesh(engine.mesh, wanted)
+        return _weights_on(engine, mesh, _places(engine, mesh, checked=True))
+    if stored := stored_axes(engine.variables):
+        mesh = decode_mesh(engine.mesh, stored=stored)
+        return _weights_on(engine, mesh, _places(engine, mesh, checked=False))
+    return contextlib.nullcontext(engine.mesh)
+
+
+def _places(engine: Engine, mesh: Mesh, *, checked: bool) -> Any:
+    """Place the weights on a decode mesh by the model's layout.
+
+    One that the user named is checked like that of `compile`. On a folded one a device holds no more than in training.
+    """
     abstract = engine.abstract_variables()
     places = engine.layout.shardings(mesh, abstract)
-    engine.layout.check(mesh, abstract, places, engine.view)
+    if checked:
+        engine.layout.check(mesh, abstract, places, engine.view)
+    return places
+
+
+@contextlib.contextmanager
+def _weights_on(engine: Engine, mesh: Mesh, places: Any) -> Iterator[Mesh]:
+    """Hold the engine's weights on another mesh of their devices; leaf by leaf there and back, every bit the same."""
     homes = jax.tree.map(lambda leaf: leaf.sharding, engine.variables)
     with InterruptGate() as gate:
         try:
-            move_leaf_by_leaf(lambda: engine.variables, engine.set_variables, places)
+            move_leaf_by_leaf(lambda: engine.variables, engine.lend_variables, places)
             yield mesh
         finally:
             with gate.hold():
-                move_leaf_by_leaf(lambda: engine.variables, engine.set_variables, homes, frees=True)
+                move_leaf_by_leaf(lambda: engine.variables, engine.lend_variables, homes, frees=True)
 
 
 def _sampler(sampler: Any, engine: Engine) -> Strategy | None:

@@ -508,7 +508,8 @@ class Model(StepMethods, WeightVerbs):
             sampler: How to draw; None takes what `compile` was given.
             seed: Makes the draw repeatable; None draws differently at every call.
             mesh: A mesh of the same devices to decode on, as `compile` takes it: the weights move there one after the
-                other, and back when the answer is complete. None decodes where they are.
+                other, and back when the answer is complete. None decodes where they are; weights that pipeline stages
+                hold in parts move to fsdp meanwhile.
 
         Returns:
             The same kind as `inputs`: a string for a string, ids for ids; for a chat the reply's text.

@@ -174,7 +174,7 @@ class PlacedModel:
             self._move(places)
         if self.is_built and self._storage is not None:
             params = cast_floats(self.variables["params"], self._storage)
-            self.set_variables({**self.variables, "params": params})
+            self._set_variables({**self.variables, "params": params})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
 
@@ -208,11 +208,6 @@ class PlacedModel:
     def is_built(self) -> bool:
         """Whether there are weights on devices."""
         return self._variables is not None or self.state is not None or self._run is not None
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether a fit runs, whose loop holds the weights."""
-        return self._run is not None
 
     @property
     def current(self) -> TrainState | None:
@@ -363,7 +358,7 @@ class PlacedModel:
             variables: Arrays in the structure of the current ones; they are moved to where those are.
         """
         self.waiting.forget_variables()
-        self.set_variables(jax.tree.map(place_like, variables, self.variables))
+        self._set_variables(jax.tree.map(place_like, variables, self.variables))
 
     def replace_state(self, state: TrainState) -> None:
         """Replace the training state, also between two steps of a running fit.
@@ -376,17 +371,23 @@ class PlacedModel:
         else:
             self.state = state
 
-    def set_variables(self, variables: Any) -> None:
-        """Hold other arrays as the weights, wherever they are placed.
-
-        Args:
-            variables: Arrays in the structure of the current ones.
-        """
+    def _set_variables(self, variables: Any) -> None:
         if self.current is None:
             self._variables = variables
         else:
             self.replace_state(self.current.replace(variables=variables))
 
+    def lend_variables(self, variables: Any) -> None:
+        """Hold the weights at other places, even between two steps of a running fit, until they are brought back.
+
+        Args:
+            variables: Arrays in the structure of the current ones, with their values.
+        """
+        if self._run is not None:
+            self._run.loop.lend(self._run.loop.state.replace(variables=variables))
+        else:
+            self._set_variables(variables)
+
     def _move(self, places: Any) -> None:
         """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        self.set_variables(jax.tree.map(jax.device_put, self.variables, places))
+        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))

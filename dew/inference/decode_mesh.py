@@ -7,7 +7,7 @@ its parts already, `move_leaf_by_leaf` brings them to any other mesh with one le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,18 +15,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import AXES, MeshSpec, as_mesh, build_mesh
+from dew.placement.rules import spec_axes
 from dew.tree import map_named, named_leaves
 
 FOLDED_AXES = ("sequence", "stage")
 """Axes that decoding turns into data."""
 
 
-def decode_mesh(mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None = None) -> Mesh:
+def decode_mesh(
+    mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None = None, *, stored: Collection[str] = ()
+) -> Mesh:
     """Say on which mesh a model that lives on `mesh` decodes.
 
     Args:
         mesh: The mesh of the weights, with the six axes.
         wanted: A mesh of the same devices, a spec or a mapping of its fields; None folds sequence and stage into data.
+        stored: Axes that hold weights in parts, as `stored_axes` lists them. They fold into fsdp instead, so that a
+            device holds no more of the model than before.
 
     Returns:
         The mesh; `mesh` itself where there is nothing to fold.
@@ -36,7 +41,7 @@ def decode_mesh(mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None =
         LayoutRefused: If the mesh wanted splits positions or stages.
     """
     if wanted is None:
-        return _folded(mesh)
+        return _folded(mesh, stored)
     found = wanted if isinstance(wanted, Mesh) else build_mesh(_spec(wanted, mesh.size), list(mesh.devices.flat))
     found = as_mesh(found)
     if set(found.devices.flat) != set(mesh.devices.flat):
@@ -53,23 +58,34 @@ def decode_mesh(mesh: Mesh, wanted: Mesh | MeshSpec | Mapping[str, int] | None =
     return found
 
 
-def _folded(mesh: Mesh) -> Mesh:
-    """Turn the folded axes into data, each device keeping its place on the other axes.
+def _folded(mesh: Mesh, stored: Collection[str] = ()) -> Mesh:
+    """Turn the folded axes into data, or fsdp, each device keeping its place on the other axes.
 
     A sequence axis splits positions and a stage axis layers that run one after the other: neither splits one token of
-    one row. Weights are whole over them, so as data a device's parts stay where they are: nothing is sent, no memory is
+    one row. Where weights are whole over them, a device's parts stay where they are: nothing is sent, no memory is
     taken, and rows spread over more devices. As tensor they would cut the time of a token, but the whole weights would
     have to come back for the next training step: that is for a mesh named by the caller.
     """
     if all(mesh.shape[axis] == 1 for axis in FOLDED_AXES):
         return mesh
-    rows = ("data", *FOLDED_AXES)
-    order = [AXES.index(axis) for axis in (*rows, *(axis for axis in AXES if axis not in rows))]
-    shape = tuple(
-        math.prod(mesh.shape[name] for name in rows) if axis == "data" else 1 if axis in rows else mesh.shape[axis]
-        for axis in AXES
-    )
+    parts = {axis: [axis] for axis in AXES if axis not in FOLDED_AXES}
+    for axis in FOLDED_AXES:
+        parts["fsdp" if axis in stored else "data"].append(axis)
+    order = [AXES.index(axis) for together in parts.values() for axis in together]
+    sizes = {axis: math.prod(mesh.shape[name] for name in together) for axis, together in parts.items()}
+    shape = [sizes.get(axis, 1) for axis in AXES]
     return Mesh(mesh.devices.transpose(order).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def stored_axes(variables: Any) -> tuple[str, ...]:
+    """List the axes decoding folds that hold some of the weights in parts, so that no view of these exists.
+
+    Args:
+        variables: Placed arrays.
+    """
+    places = [leaf.sharding for leaf in jax.tree.leaves(variables)]
+    used = {axis for place in places if isinstance(place, NamedSharding) for axis in spec_axes(place.spec)}
+    return tuple(axis for axis in FOLDED_AXES if axis in used)
 
 
 def _spec(wanted: MeshSpec | Mapping[str, int], size: int) -> MeshSpec:
@@ -108,11 +124,13 @@ def decode_view(variables: Any, mesh: Mesh) -> Any:
     """
 
     def view(path: str, leaf: jax.Array) -> jax.Array:
-        sharding = NamedSharding(mesh, getattr(leaf.sharding, "spec", PartitionSpec()))
+        spec = getattr(leaf.sharding, "spec", PartitionSpec())
+        sharding = NamedSharding(mesh, spec)
         if not holds_the_same(leaf, sharding):
             raise LayoutRefused(
-                f"{path} {leaf.shape} is split as {leaf.sharding}, over an axis that decoding folds into data, so "
-                "it has no view there. Name a mesh of data, fsdp and tensor to have the weights moved."
+                f"{path} {leaf.shape} is split as {spec}, over an axis that decoding folds into data, "
+                "so it has no view there. Move the weights first, with move_leaf_by_leaf onto decode_mesh(mesh, "
+                f"stored={stored_axes(variables)}), as dew_keras' generate does; or load them for another mesh."
             )
         return _as_view(leaf, sharding)
 

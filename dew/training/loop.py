@@ -102,6 +102,16 @@ class Loop:
             self._microstep = int(state.microstep)
         self._state = self._place(state)
 
+    def lend(self, state: TrainState) -> None:
+        """Take a state as it is placed, whose counters are the present one's.
+
+        For weights that are moved away and brought back between two steps.
+
+        Args:
+            state: The state.
+        """
+        self._state = state
+
     @property
     def batches(self) -> int:
         """Batches whose steps were started, those before this loop included."""

@@ -76,6 +76,19 @@ def test_fit_generate_fit_is_fit_fit(model):
     jax.tree.map(np.testing.assert_array_equal, got, fitted(other, 1))
 
 
+@pytest.mark.parametrize("split", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"stage": 2, "tensor": 2}], ids=str)
+def test_a_mesh_with_axes_that_cannot_decode_trains_generates_and_trains(split):
+    model, other, alone = model_on(split), model_on(split), model_on({"data": 8})
+    for one in (model, other, alone):
+        fitted(one, 0)
+    before = held(model)
+    assert model.generate(PROMPTS, **ANSWER) == alone.generate(PROMPTS, **ANSWER)
+    drawn = [one.generate(PROMPTS, sampler="top_k", seed=5, **ANSWER) for one in (model, alone)]
+    assert drawn[0] == drawn[1]
+    assert_held(model, before)
+    jax.tree.map(np.testing.assert_array_equal, fitted(model, 1), fitted(other, 1))
+
+
 def test_while_it_generates_the_weights_are_there_and_nowhere_else(model, monkeypatch):
     seen = {}
 
@@ -116,15 +129,15 @@ def test_an_error_inside_leaves_the_model_as_it_was(model, monkeypatch, error):
 def test_ctrl_c_at_any_leaf_of_the_move_leaves_the_model_as_it_was(model, monkeypatch, place):
     # The tree has 12 leaves: the first two places are on the way there, the last two on the way back.
     want, writes = held(model), []
-    set_variables = model._engine.set_variables
+    lend_variables = model._engine.lend_variables
 
     def interrupted(variables):
         writes.append(len(writes))
         if writes[-1] == place:
             os.kill(os.getpid(), signal.SIGINT)
-        set_variables(variables)
+        lend_variables(variables)
 
-    monkeypatch.setattr(model._engine, "set_variables", interrupted)
+    monkeypatch.setattr(model._engine, "lend_variables", interrupted)
     monkeypatch.setattr(dew_keras.generation.TextGeneration, "__call__", lambda *args, **kwargs: None)
     with pytest.raises(KeyboardInterrupt):
         model.generate(PROMPTS, mesh=TENSOR)
@@ -132,18 +145,23 @@ def test_ctrl_c_at_any_leaf_of_the_move_leaves_the_model_as_it_was(model, monkey
     assert_held(model, want)
 
 
-def test_a_running_fit_keeps_its_weights_where_they_are():
-    model = model_on({"fsdp": 8})
-    said = []
+@pytest.mark.parametrize(
+    "mesh, named", [({"fsdp": 8}, TENSOR), ({"stage": 2, "fsdp": 2}, None)], ids=["named", "stage"]
+)
+def test_a_running_fit_gets_its_weights_back_before_the_next_step(mesh, named):
+    said, model, other = [], model_on(mesh), model_on(mesh)
 
     class Samples(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            said.append(self.model.generate(PROMPTS, **ANSWER))
-            with pytest.raises(RuntimeError, match=r"generate\(mesh=...\) moves the weights, which the next step"):
-                self.model.generate(PROMPTS, mesh=TENSOR)
+        def on_train_batch_end(self, batch, logs=None):
+            said.append(self.model.generate(PROMPTS, mesh=named, **ANSWER))
 
-    model.fit(tiny_batch(), batch_size=8, verbose=0, callbacks=[Samples()])
-    assert model.generate(PROMPTS, **ANSWER) == said[0]
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    model.fit(iter(batches), steps_per_epoch=3, verbose=0, callbacks=[Samples()])
+    other.fit(iter(batches), steps_per_epoch=3, verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(model.variables), jax.device_get(other.variables))
+    assert len(said) == 3
+    assert said[2] == other.generate(PROMPTS, **ANSWER) == model.generate(PROMPTS, **ANSWER)
+    assert said[0] != said[2]
 
 
 @pytest.mark.parametrize(

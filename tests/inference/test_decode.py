@@ -10,9 +10,10 @@ from flax import linen as nn
 
 from dew.inference import Greedy, Sampling, Temperature, TopK, TopP, generate
 from dew.inference.decode import mesh_of_variables
+from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf, stored_axes
 from dew.inference.prefill import cache_shardings, prompt_rows, reseated_cache
 from dew.inference.programs import compilation_counts, forget_programs
-from dew.placement import DEFAULT_RULES, Layout, MeshSpec, as_mesh, build_mesh
+from dew.placement import DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, as_mesh, build_mesh
 from dew.tree import named_leaves
 from tests.tiny import VOCAB_SIZE, tiny_decoder
 
@@ -43,6 +44,15 @@ def placed(spec):
     module, boxed, variables = model()
     mesh = as_mesh(spec)
     return module, jax.device_put(variables, LAYOUT.shardings(mesh, boxed)), mesh
+
+
+def where_it_decodes(variables, mesh):
+    """The same weights moved to where they can decode, when an axis that cannot holds them in parts."""
+    if not (stored := stored_axes(variables)):
+        return variables, mesh
+    owner, target = [variables], decode_mesh(mesh, stored=stored)
+    move_leaf_by_leaf(lambda: owner[0], lambda tree: owner.__setitem__(0, tree), LAYOUT.shardings(target, model()[1]))
+    return owner[0], target
 
 
 def prompts_of(lengths, seed=0):
@@ -113,6 +123,7 @@ def test_a_row_in_a_ragged_batch_is_the_row_alone(sampler):
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_gives_the_tokens_of_one_device(name):
     module, variables, mesh = placed(MESHES[name])
+    variables, mesh = where_it_decodes(variables, mesh)
     if mesh.shape["fsdp"] * mesh.shape["tensor"] > 1:
         whole = [
             path for path, leaf in named_leaves(variables).items() if leaf.size >= 2048 and not any(leaf.sharding.spec)
@@ -229,6 +240,12 @@ def test_what_cannot_run_is_refused_before_tracing(change, error, message):
     with pytest.raises(error, match=message):
         generate(module, variables, **({"prompts": [[1, 2]], "max_new_tokens": 8} | change))
     assert compilation_counts() == counts
+
+
+def test_weights_that_stages_hold_in_parts_are_not_copied_behind_the_callers_back():
+    module, variables, mesh = placed(MeshSpec(stage=2, fsdp=4))
+    with pytest.raises(LayoutRefused, match=r"split as P.*'stage'.*Move the weights first.*stored=\('stage',\)"):
+        generate(module, variables, [[1]], max_new_tokens=1, mesh=mesh)
 
 
 def test_weights_that_are_not_numbers_are_an_error_not_tokens():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dew.inference.decode_mesh import decode_mesh, decode_view, holds_the_same, move_leaf_by_leaf
+from dew.inference.decode_mesh import decode_mesh, decode_view, holds_the_same, move_leaf_by_leaf, stored_axes
 from dew.placement import AXES, LayoutRefused, MeshSpec, build_mesh
 from dew.placement.memory import live_bytes_per_device, shard_bytes
 from dew.tree import named_leaves
@@ -68,6 +68,16 @@ def test_sequence_and_stage_become_data_and_no_device_changes_its_other_places()
         assert after["data"] == (before["data"] * 2 + before["sequence"]) * 2 + before["stage"]
     plain = build_mesh(MeshSpec(fsdp=2, tensor=2))
     assert decode_mesh(plain) is plain
+
+
+def test_stages_that_hold_weights_become_fsdp():
+    mesh = build_mesh(MeshSpec(fsdp=2, sequence=2, stage=2))
+    tree = weights(mesh, ("stage", "fsdp"))
+    assert stored_axes(tree) == ("stage",)
+    assert stored_axes(weights(mesh)) == ()
+    folded = decode_mesh(mesh, stored=("stage",))
+    assert {axis: size for axis, size in folded.shape.items() if size > 1} == {"data": 2, "fsdp": 4}
+    assert [device.id for device in folded.devices[0, 0, :, 0, 0, 0]] == [0, 1, 4, 5]
 
 
 def test_a_view_is_the_same_memory_and_leaves_the_weights_to_the_next_step():

@@ -47,7 +47,14 @@ def test_full_recomputation_runs_the_forward_of_the_blocks_again(alone):
     assert found.per_device == pytest.approx(needed + blocks / 3 - last, rel=0.02)
 
 
-MESHES = [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"fsdp": 2, "tensor": 2}]
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 8},
+    {"sequence": 8},
+    {"fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "tensor": 2, "sequence": 2},
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: ",".join(f"{name}={size}" for name, size in mesh.items()))
