@@ -91,9 +91,15 @@ class Engine(RestoresRuns, PlacedModel):
 
     @property
     def sharing(self) -> RowSharing:
-        """How batch rows meet the mesh; in a step of the user's own rows may meet in any model."""
+        """How the rows of training and scoring meet the mesh; in a step of the user's own they may in any model."""
         sharing = super().sharing
-        return dataclasses.replace(sharing, fills=sharing.fills and not self.overrides)
+        return dataclasses.replace(sharing, fills=sharing.fills and self.overrides <= {"predict_step"})
+
+    @property
+    def predict_sharing(self) -> RowSharing:
+        """How the rows of `predict` meet the mesh."""
+        sharing = super().sharing
+        return dataclasses.replace(sharing, fills=sharing.fills and "predict_step" not in self.overrides)
 
     @property
     def bound_objective(self) -> Any:

@@ -157,7 +157,7 @@ def _train_epoch(run: FitRun, model: Any, source: Source, hooks: Hooks, epoch: i
     logs = run.progress.begin_epoch(training.logs)
     for first, batches in _executions(source.open(epoch, start), run.per_execution, start):
         hooks.batch_begin("train", first)
-        _step(run, batches, logs)
+        _step(run, batches, logs, room=run.per_execution)
         run.progress.batch = first + len(batches)
         hooks.batch_end("train", first + run.per_execution - 1, logs)
         if model.stop_training:
@@ -188,13 +188,13 @@ def run_one_step(run: FitRun, batch: Batch) -> dict[str, float]:
         The logs of this batch alone.
     """
     training = run.training()
-    _step(run, [batch], training.logs)
+    _step(run, [batch], training.logs, room=1)
     logs = training.logs.values()
     training.finish()
     return logs
 
 
-def _step(run: FitRun, batches: list[Batch], logs: Logs) -> None:
+def _step(run: FitRun, batches: list[Batch], logs: Logs, *, room: int) -> None:
     """Start training steps with the learning rate and count of updates that were assigned last."""
     state = run.loop.state
     fresh = run.optimizer.with_assigned(state)
@@ -204,7 +204,7 @@ def _step(run: FitRun, batches: list[Batch], logs: Logs) -> None:
     for _, group in itertools.groupby(batches, _form):
         data = [batch.data for batch in group]
         with run.gate.hold():
-            result = run.loop.step(*data, room=run.per_execution)
+            result = run.loop.step(*data, room=room)
         logs.add(result.statistics, steps=len(data))
 
 

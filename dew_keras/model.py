@@ -476,7 +476,7 @@ class Model(StepMethods, WeightVerbs):
         """
         check_count("steps", steps)
         check_hooks(verbose, callbacks)
-        source = keras_source(x, batch_size=batch_size, sharing=self._engine.sharing)
+        source = keras_source(x, batch_size=batch_size, sharing=self._engine.predict_sharing)
         steps = limited_steps(steps, source.steps)
         hooks = Hooks(callbacks, model=self, verbose=verbose, steps=steps or source.steps)
         self._engine.load(source.example())

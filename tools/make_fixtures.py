@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     Gemma2Config,
@@ -32,8 +34,12 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -99,6 +105,8 @@ PHI3_ROPE = {
     "long_factor": [1.5, 8.0],
 }
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # theirs lie outside the vocabulary
+SCAN = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_expand": 1, "mamba_chunk_size": 16}
+HYBRID = NARROW | SCAN | {"vocab_size": 64, "num_hidden_layers": 4}
 GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 FIXTURES = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
@@ -273,6 +281,52 @@ FIXTURES = {
             rope_parameters=PLAIN,
         ),
     ),
+    "mamba2": (
+        Mamba2ForCausalLM,
+        lambda: Mamba2Config(
+            **NO_TOKENS,
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            state_size=8,
+            use_bias=True,
+            use_conv_bias=False,
+            time_step_limit=(0.01, 0.5),
+            layer_norm_epsilon=1e-4,
+            chunk_size=16,
+        ),
+    ),
+    "bamba": (
+        BambaForCausalLM,
+        lambda: BambaConfig(
+            **HYBRID | {"intermediate_size": 16},
+            **NO_TOKENS,
+            mamba_n_groups=1,
+            mamba_proj_bias=True,
+            attn_layer_indices=[2],
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **HYBRID,
+            **NO_TOKENS,
+            mamba_n_groups=2,
+            mamba_d_conv=3,
+            layer_types=["mamba", "attention", "mamba", "mamba"],
+            shared_intermediate_size=16,
+            num_local_experts=0,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 SCALINGS = {
     "default": {"rope_type": "default"},
@@ -318,6 +372,8 @@ POSITIONS = (0, 1, 255, 4095, 4096, 8193)
 ROWS, LENGTH = 2, 48
 # Entropy of attention over its maximum, averaged over positions that see at least 8 tokens: less than half is peaked.
 LARGEST_ENTROPY = 0.5
+# Change of the last logits when the first half of a row changes.
+LEAST_MEMORY = 0.02
 # Of the largest logit, between the reference in float32 and in float64. The parity tests allow 1e-5.
 LARGEST_ROUNDING = 2e-6
 # Between the logits of the last expert chosen and the first that is not: far above any rounding of them.
@@ -335,20 +391,25 @@ def randomise(model, generator, sharpness):
     gemma = model.config.model_type.startswith("gemma")
     for name, weight in model.named_parameters():
         draw = torch.randn(weight.shape, generator=generator)
-        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+        if name.endswith("A_log"):
+            value = 0.5 * draw - 1.0  # slow decays, so that a row remembers its beginning
+        elif name.endswith("dt_bias"):
+            value = 0.7 * draw - 1.0
+        elif name.endswith((".D", "norm.weight", "norm_f.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             value = 1.0 + 0.3 * draw
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 value = value * math.sqrt(sharpness)
             value = value - 1.0 if gemma else value
         elif name.endswith((".bias", "_bias")):
             value = 0.3 * draw
-        elif any(table in name for table in ("embed_tokens", "embed_in", "wte", "wpe")):
+        elif any(table in name for table in ("embed_tokens", "embed_in", "embeddings", "wte", "wpe")):
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
             value = (
                 value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
             )
         else:
-            inputs = 0 if ".c_" in name and model.config.model_type == "gpt2" else -1  # its kernels are [in, out]
+            # A kernel is [out, in], an expert's too, GPT-2's [in, out], the taps of a convolution [channels, 1, taps].
+            inputs = 0 if ".c_" in name and model.config.model_type == "gpt2" else -1
             value = draw / math.sqrt(weight.shape[inputs])
             if name.endswith(ROUTERS):
                 value = 2 * value
@@ -364,14 +425,25 @@ def entropy(attentions):
     return (values / (rows > 0).sum(-1).float().log()).mean().item()
 
 
+def memory(model, tokens):
+    """Say how far the last 8 tokens' logits move when the first half of a row is another, beside their own size."""
+    other = tokens.clone()
+    other[:, : LENGTH // 2] = (other[:, : LENGTH // 2] + 1) % model.config.vocab_size
+    with torch.no_grad():
+        logits, moved = (model(each).logits[:, -8:] for each in (tokens, other))
+    return ((logits - moved).abs().mean() / logits.abs().mean()).item()
+
+
 def sharpened(kind, config, tokens, seed):
     """Sharpen attention until it is peaked; returns the model, its outputs and the entropy."""
     for sharpness in (1.0, 1.5, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 7.0, 10.0):
         model = kind(config).eval().float()
         randomise(model, torch.Generator().manual_seed(seed), sharpness)
         with torch.no_grad():
+            if config.model_type == "mamba2":
+                return model, model(tokens), math.nan
             out = model(tokens, output_attentions=True)
-        ratio = entropy(out.attentions)
+        ratio = entropy([each for each in out.attentions if each is not None])
         if ratio < LARGEST_ENTROPY * 0.95:
             return model, out, ratio
     raise RuntimeError(f"attention stays flat, entropy {ratio:.2f} of uniform")
@@ -384,20 +456,23 @@ def make(directory, kind, config):
         tokens = torch.randint(config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
         model, out, ratio = sharpened(kind, config, tokens, seed)
         model.save_pretrained(directory)
+        remembered = memory(model, tokens)
         with torch.no_grad():
             exact = model.double()(tokens).logits
         scale = exact.abs().max()
         rounding = ((out.logits - exact).abs().max() / scale).item()
-        if rounding < LARGEST_ROUNDING and margin(model, tokens) > SMALLEST_MARGIN:
+        decided = margin(model, tokens) > SMALLEST_MARGIN
+        if rounding < LARGEST_ROUNDING and remembered > LEAST_MEMORY and decided:
             break
     else:
-        raise RuntimeError(f"{directory}: the reference itself rounds by {rounding:.1e} on every seed")
+        raise RuntimeError(f"{directory}: the reference itself rounds by {rounding:.1e}, or forgets, on every seed")
     (directory / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(
         directory / "reference.npz",
         tokens=tokens.numpy(),
         logits=out.logits.numpy(),
         entropy=np.float32(ratio),
+        memory=np.float32(remembered),
         **in_bfloat16(kind, config, directory, tokens),
     )
     print(
@@ -429,7 +504,7 @@ def in_bfloat16(kind, config, directory, tokens):
     model = kind.from_pretrained(directory, dtype=torch.bfloat16, experts_implementation="eager")
     seen = {}
     layer = next(iter(getattr(model.base_model, "layers", None) or model.base_model.h))
-    first = getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
+    first = getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None) or getattr(layer, "norm", None)
     norm = first or layer.post_attention_layernorm
     handles = [
         layer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(embedded=args[0]), with_kwargs=True),

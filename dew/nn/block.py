@@ -12,8 +12,9 @@ from flax import struct
 from dew.arrays import Array, Bool, Float, Int
 from dew.kernels.attention import Implementation, Visibility
 from dew.nn.attention import AttentionSpec, SelfAttention
-from dew.nn.cache import LayerCache
+from dew.nn.cache import LayerCache, LayerState
 from dew.nn.embed import scaled
+from dew.nn.mamba2 import Mamba2, Mamba2Spec
 from dew.nn.mlp import Mlp, MlpSpec
 from dew.nn.moe import Experts, ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
@@ -51,13 +52,15 @@ class LayerSpec:
             none before (OLMo 2). "both": before and after each (Gemma 2). "parallel": before each, and both read the
             block's input (GPT-NeoX). "parallel_one_norm": so, with one norm for both (Cohere).
         residual_scale: Factor on what each adds to the residual stream (Granite).
+        residual_in_float32: Whether the residual stream is float32 whatever the compute dtype is (Mamba).
     """
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | Mamba2Spec
     mlp: MlpSpec | ExpertsSpec | None
     norm: NormSpec
     placement: Placement = "pre"
     residual_scale: float = 1.0
+    residual_in_float32: bool = False
 
     def __post_init__(self) -> None:
         if self.placement not in _NORMS:
@@ -134,7 +137,10 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         """Declare the block's weights."""
         spec, dtype = self.spec, self.param_dtype
-        self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
+        if isinstance(spec.mixer, Mamba2Spec):
+            self.mamba = Mamba2(self.features, spec.mixer, dtype)
+        else:
+            self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp: Any = Experts(self.features, spec.mlp, dtype)
         elif spec.mlp is not None:
@@ -147,8 +153,8 @@ class DecoderLayer(nn.Module):
         x: Float[Array, "B T D"],
         around: Surroundings,
         rotary: Tables | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
+        cache: LayerCache | LayerState | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | LayerState | None, Routing | None]:
         """Apply the block.
 
         Args:
@@ -162,7 +168,7 @@ class DecoderLayer(nn.Module):
         """
         (before_mixing, after_mixing), (before_mlp, after_mlp) = _NORMS[self.spec.placement]
         normal = self._normal(before_mixing, x)
-        mixed, cache = self.self_attn(normal, around.visibility, rotary, cache)
+        mixed, cache = self._mixed(normal, around, rotary, cache)
         summed = self._added(x, self._normal(after_mixing, mixed))
         if self.spec.mlp is None:
             return summed, cache, None
@@ -179,8 +185,17 @@ class DecoderLayer(nn.Module):
             return self.mlp(source, around.is_token, around.counted, around.documents)
         return self.mlp(source), None
 
+    def _mixed(self, normal: Array, around: Surroundings, rotary: Tables | None, cache: Any) -> tuple[Array, Any]:
+        """Mix tokens by what the spec says; the window is of the mixer's own kind."""
+        if isinstance(self.spec.mixer, Mamba2Spec):
+            return self.mamba(normal, around.starts, around.real, cache)
+        return self.self_attn(normal, around.visibility, rotary, cache)
+
     def _normal(self, name: str | None, x: Array) -> Array:
-        return x if name is None else getattr(self, name)(x)
+        if name is None:
+            return x
+        norm = getattr(self, name)
+        return norm(x.astype(norm.scale.dtype) if self.spec.residual_in_float32 else x)
 
     def _added(self, x: Array, change: Array) -> Array:
         return constrain(x + scaled(change, self.spec.residual_scale), RESIDUAL_NAMES)

@@ -16,6 +16,8 @@ from dew.arrays import Array, Bool, Float, Int
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 GROUP_SCORES = ("max", "top2")
+BALANCE_BIAS = "balance_bias"
+"""Name of the leaf of balance biases, which are used in the dtype they are stored in: their steps are small."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -219,23 +219,14 @@ def _write_shard(file: BinaryIO, tensors: Sequence[_Tensor], values: Iterator[np
 
 def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     """Bring one tensor to the host in the file's arrangement."""
-    result = np.empty([size for group in tensor.parts[0][0].factors for size in group], tensor.dtype)
+    result = np.empty(tensor.shape, tensor.dtype)
     for recipe, number in tensor.parts:
         leaf = arrays[recipe.path]
         place = recipe.place_of(number)
         layer = host_value(_taken(leaf, place) if place else leaf)
-        own = result
-        if recipe.cut is not None:
-            stop = recipe.cut.start + recipe.in_tensor_order(layer).shape[recipe.cut.factor]
-            own = result[(slice(None),) * recipe.cut.factor + (slice(recipe.cut.start, stop),)]
         # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
-        copy_tiled(tensor_side(own, recipe), layer)
-    return result.reshape(tensor.shape)
-
-
-def tensor_side(stored: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """View a tensor in factors with the leaf's dimensions."""
-    return stored.transpose(recipe.order)
+        copy_tiled(recipe.in_leaf_order(recipe.part_of(result)), layer)
+    return result
 
 
 @jax.jit

@@ -238,12 +238,12 @@ def _pieces(
         covering, inner = recipe.tensor_slices(index)
         view = recipe.in_tensor_order(target)
         unit = math.prod(recipe.factors[0][1:])
-        first, rows = covering[0].start // unit, inner[0].stop
+        first, rows = covering[0].start, inner[0].stop
         row_bytes = unit * math.prod(cover.stop - cover.start for cover in covering[1:]) * itemsize
         step = max(1, PIECE_BYTES // max(1, row_bytes))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            read = (slice((first + start) * unit, (first + stop) * unit), *covering[1:])
+            read = (slice(first + start * unit, first + stop * unit), *covering[1:])
             yield read, (slice(0, stop - start), *inner[1:]), view[start:stop]
 
 

@@ -17,6 +17,9 @@ from dew.placement.stacks import StackView
 from dew.pretrained.source import CheckpointError, TensorSource
 from dew.tree import closest, matches
 
+ONE = "1"
+"""A dimension of a tensor that has one element and that the leaf lacks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -39,7 +42,8 @@ class Weight:
         path: Logical path of the leaf; `{i}` stands for a layer number.
         tensor: Hugging Face name of the tensor, with the same `{i}`. Where it has an `{e}`, the number of an expert,
             the leaf is a bank: its first dimension counts experts, each a tensor of its own.
-        arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one.
+        arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one, and
+            `1` is a dimension of that size which the leaf lacks.
         fused: Where the leaf lies in a tensor that holds several; None where it is the whole tensor.
     """
 
@@ -81,8 +85,9 @@ class Cut:
 
     Attributes:
         factor: Place of the fused dimension among the tensor's factors.
-        start: Where the leaf begins in it.
-        total: Size of all parts together.
+        start: Where the leaf begins in it; in rows of the tensor where the dimension is the outermost of its group,
+            whose other factors may then differ between the parts.
+        total: Size of all parts together, likewise.
     """
 
     factor: int
@@ -129,16 +134,30 @@ class Recipe:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each source tensor."""
-        return tuple(math.prod(sizes) for sizes in self.factors)
+        shape = [math.prod(sizes) for sizes in self.factors]
+        if self.cut_rows is not None:
+            assert self.cut is not None, "rows are cut"
+            shape[self.cut_rows] = self.cut.total
+        return tuple(shape)
+
+    @property
+    def cut_rows(self) -> int | None:
+        """Which dimension of the tensor the leaf takes whole rows of; None where it takes all, or parts of rows."""
+        outermost = [sum(len(sizes) for sizes in self._groups[:dim]) for dim in range(len(self._groups))]
+        return None if self.cut is None or self.cut.factor not in outermost else outermost.index(self.cut.factor)
+
+    @property
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        return parse(self.arrangement)[0]
 
     @property
     def factors(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes that each dimension of the tensor consists of, outermost first."""
-        groups, order = parse(self.arrangement)
-        sizes = dict(zip(order, self.layer_shape, strict=True))
-        if self.cut is not None:
-            sizes[[name for group in groups for name in group][self.cut.factor]] = self.cut.total
-        return tuple(tuple(sizes[name] for name in group) for group in groups)
+        """Sizes that each dimension of the tensor consists of, outermost first; the leaf's own where rows are cut."""
+        order = parse(self.arrangement)[1]
+        sizes = {ONE: 1, **dict(zip(order, self.layer_shape, strict=True))}
+        if self.cut is not None and self.cut_rows is None:
+            sizes[[name for group in self._groups for name in group][self.cut.factor]] = self.cut.total
+        return tuple(tuple(sizes[name] for name in group) for group in self._groups)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -149,7 +168,30 @@ class Recipe:
 
     def in_tensor_order(self, part: np.ndarray) -> np.ndarray:
         """View a part of one layer's leaf with the tensor's factors as dimensions."""
-        return part.transpose(np.argsort(self.order))
+        return np.expand_dims(part.transpose(np.argsort(self.order)), self._ones)
+
+    def in_leaf_order(self, stored: np.ndarray) -> np.ndarray:
+        """View a part of a tensor, with its factors as dimensions, with the leaf's dimensions."""
+        return stored.squeeze(self._ones).transpose(np.argsort(np.argsort(self.order)))
+
+    @property
+    def _ones(self) -> tuple[int, ...]:
+        """Which of the tensor's factors the leaf lacks."""
+        return tuple(
+            place for place, name in enumerate(name for group in self._groups for name in group) if name == ONE
+        )
+
+    def part_of(self, tensor: np.ndarray) -> np.ndarray:
+        """View the leaf's part of a tensor with the tensor's factors as dimensions."""
+        factors = [size for sizes in self.factors for size in sizes]
+        if self.cut is None:
+            return tensor.reshape(factors)
+        if self.cut_rows is None:
+            own = slice(self.cut.start, self.cut.start + self.layer_shape[self.order.index(self.cut.factor)])
+            return tensor.reshape(factors)[(slice(None),) * self.cut.factor + (own,)]
+        rows = math.prod(self.factors[self.cut_rows])
+        own = slice(self.cut.start, self.cut.start + rows)
+        return tensor[(slice(None),) * self.cut_rows + (own,)].reshape(factors)
 
     def tensor_slices(self, index: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Say which part of the tensor holds a part of the layer's leaf.
@@ -161,14 +203,15 @@ class Recipe:
             The smallest covering slice per dimension of the tensor, and per factor the slice to take of what was read
             once it is reshaped to factors. They differ only where an inner factor is cut (some columns of every head).
         """
-        by_factor = dict(zip(self.order, index, strict=True))
-        if self.cut is not None:
+        by_factor = {place: slice(0, 1) for place in self._ones} | dict(zip(self.order, index, strict=True))
+        if self.cut is not None and self.cut_rows is None:
             part = by_factor[self.cut.factor]
             by_factor[self.cut.factor] = slice(self.cut.start + part.start, self.cut.start + part.stop)
         covering, inner, place = [], [], 0
-        for sizes in self.factors:
+        for dim, sizes in enumerate(self.factors):
             outermost, rest = by_factor[place], math.prod(sizes[1:])
-            covering.append(slice(outermost.start * rest, outermost.stop * rest))
+            first = self.cut.start if self.cut is not None and dim == self.cut_rows else 0
+            covering.append(slice(first + outermost.start * rest, first + outermost.stop * rest))
             inner.append(slice(0, outermost.stop - outermost.start))
             inner.extend(by_factor[place + offset] for offset in range(1, len(sizes)))
             place += len(sizes)
@@ -193,7 +236,8 @@ def parse(arrangement: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...
     left, _, right = arrangement.partition("->")
     groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\w+", left))
     order = tuple((right or left.replace("(", " ").replace(")", " ")).split())
-    if sorted(name for group in groups for name in group) != sorted(order) or len(set(order)) != len(order):
+    named = [name for group in groups for name in group if name != ONE]
+    if sorted(named) != sorted(order) or len(set(order)) != len(order):
         raise ValueError(f"an arrangement names each dimension once on either side. Received: {arrangement!r}")
     return groups, order
 
@@ -242,10 +286,12 @@ def _cut(
         physical, layer = view.physical(part.replace("{i}", number or ""))
         if physical not in shapes or rule.fused is None:
             raise ValueError(f"The tensor {weight.tensor!r} needs the leaf {part!r}, which the model lacks.")
-        sizes = dict(zip(parse(rule.arrangement)[1], shapes[physical][layer is not None :], strict=True))
+        groups, order = parse(rule.arrangement)
+        sizes = dict(zip(order, shapes[physical][layer is not None :], strict=True))
         if part == weight.path:
             start = total
-        total += sizes[rule.fused.dimension]
+        rows = next((group for group in groups if group[0] == rule.fused.dimension), (rule.fused.dimension,))
+        total += math.prod(sizes[name] for name in rows)
     factors = [name for group in parse(weight.arrangement)[0] for name in group]
     return Cut(factors.index(weight.fused.dimension), start, total)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
@@ -248,7 +248,7 @@ class Trainer:
         """Trace the training step for the shapes of a batch, without making or running anything.
 
         Args:
-            batch: A host batch as the objective's `prepare` reads it.
+            batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
 
         Returns:
             The lowered step; its `compile()` tells the memory and the collectives it takes.
@@ -257,10 +257,11 @@ class Trainer:
             ValueError: If the objective refuses the batch.
             LayoutRefused: If the layout leaves too much whole on this mesh.
         """
-        count = data_partition(self.mesh).count
+        is_whole = isinstance(batch, WholeBatch)
+        count = 1 if is_whole else data_partition(self.mesh).count
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            place = batch_sharding(self.mesh, leaf.shape)
+            place = NamedSharding(self.mesh, PartitionSpec()) if is_whole else batch_sharding(self.mesh, leaf.shape)
             return jax.ShapeDtypeStruct((leaf.shape[0] * count, *leaf.shape[1:]), leaf.dtype, sharding=place)
 
         state = jax.tree.map(

@@ -10,6 +10,7 @@ from flax.core import freeze
 
 import dew_keras
 from tests.dew_keras.nets import Linear, Regularised, kernel, rows, twins, weights_of
+from tests.tiny import tiny_decoder
 
 MAE = keras.metrics.MeanAbsoluteError
 
@@ -79,6 +80,15 @@ def test_steps_per_execution_changes_no_number_and_traces_at_most_twice(count, a
     programs = grouped[0].trainer._programs
     assert programs._loop._cache_size() == (1 if count == 20 else 2)
     assert all(programs.of_microstep(microstep)._cache_size() == 0 for microstep in range(accumulation))
+
+
+def test_one_batch_is_placed_once_whatever_the_steps_per_execution():
+    x, y, _ = rows(8)
+    model = dew_keras.Model(Linear())
+    model.compile("sgd", "mse", steps_per_execution=4)
+    losses = [model.train_on_batch(x, y) for _ in range(2)]
+    assert losses[1] < losses[0]
+    assert model.trainer._programs._loop._cache_size() == 0
 
 
 def test_steps_per_execution_predicts_the_rows_given():
@@ -339,6 +349,18 @@ def test_an_added_loss_does_not_depend_on_filling(batch):
     outputs = x @ weight + bias
     if batch >= 5:
         np.testing.assert_allclose(losses[1][0], np.mean((outputs - y) ** 2 + outputs**2), rtol=1e-5)
+
+
+def test_a_decoder_is_filled_up_but_where_code_of_ones_own_sees_its_rows():
+    fills = {}
+    for kind in (
+        dew_keras.Model,
+        OwnTest,
+        type("OwnPredict", (dew_keras.Model,), {"predict_step": OwnTest.predict_step}),
+    ):
+        engine = kind(tiny_decoder(num_layers=1))._engine
+        fills[kind.__name__] = engine.sharing.fills, engine.predict_sharing.fills
+    assert fills == {"Model": (True, True), "OwnTest": (False, False), "OwnPredict": (True, False)}
 
 
 def test_a_test_step_of_one_s_own_leaves_training_to_the_engine():

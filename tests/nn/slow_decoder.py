@@ -4,6 +4,9 @@ import math
 
 import numpy as np
 
+from dew.nn.mamba2 import Mamba2Spec
+from tests.kernels import slow_ssd
+
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
@@ -61,6 +64,25 @@ def attention(spec, weights, x):
     return linear(weights["o_proj"], mixed, 2)
 
 
+def mamba(spec, weights, x):
+    silu, activation = ACTIVATIONS["silu"], ACTIVATIONS[spec.activation]
+    gate, raw = linear(weights["gate_proj"], x), linear(weights["dt_proj"], x)
+
+    def stream(name):
+        value, conv = linear(weights[f"{name}_proj"], x), weights[f"{name}_conv"]
+        shape, taps = value.shape, conv["kernel"].reshape(-1, spec.conv_kernel)
+        mixed = slow_ssd.convolution(value.reshape(1, len(x), -1), taps)[0].reshape(shape)
+        return activation(mixed + conv.get("bias", 0.0))[None]
+
+    dt = np.clip(np.log1p(np.exp(raw + weights["dt_bias"])), *spec.step_limits)[None]
+    decay = -np.exp(weights["A_log"])
+    y, _ = slow_ssd.recurrence(stream("x"), dt, decay, stream("b"), stream("c"), weights["D"])
+    gated = y[0] * silu(gate)
+    groups = gated.reshape(len(x), spec.norm_groups, -1)
+    normal = groups / np.sqrt((groups * groups).mean(-1, keepdims=True) + spec.norm_eps)
+    return linear(weights["out_proj"], normal.reshape(gated.shape) * weights["norm_scale"], 2)
+
+
 def mlp(spec, weights, x):
     up, activation = linear(weights["up_proj"], x), ACTIVATIONS[spec.activation]
     hidden = activation(linear(weights["gate_proj"], x)) * up if spec.gated else activation(up)
@@ -72,7 +94,9 @@ def layer(spec, weights, x):
         return norm(spec.norm, weights[name], x)
 
     def mix(x):
-        return spec.residual_scale * attention(spec.attention, weights["self_attn"], x)
+        if isinstance(spec.mixer, Mamba2Spec):
+            return spec.residual_scale * mamba(spec.mixer, weights["mamba"], x)
+        return spec.residual_scale * attention(spec.mixer, weights["self_attn"], x)
 
     def think(x):
         return spec.residual_scale * mlp(spec.mlp, weights["mlp"], x)
@@ -81,7 +105,7 @@ def layer(spec, weights, x):
     match spec.placement:
         case "pre":
             x = x + mix(normal("input_layernorm", x))
-            return x + think(normal("post_attention_layernorm", x))
+            return x if spec.mlp is None else x + think(normal("post_attention_layernorm", x))
         case "post":
             x = x + normal("post_attention_layernorm", mix(x))
             return x + normal("post_feedforward_layernorm", think(x))

@@ -1,15 +1,19 @@
 """Configs are understood field by field: what changes the computation and is not known is refused by name."""
 
+import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dew.nn.attention import AttentionSpec
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.nn.rope import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, rotary_tables
 from dew.pretrained import CheckpointError, describe
+from dew.pretrained.export import export_config
 from dew.pretrained.families import FAMILIES
 from dew.pretrained.families.fields import Fields
 from tests.pretrained.checkpoints import FIXTURES, NAMES
@@ -179,6 +183,27 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("qwen3_moe", {"num_experts": 7}, "num_experts and num_local_experts disagree"),
         ("granitemoe", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported"),
         ("glm4", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
+        (
+            "mamba2",
+            {"num_heads": 6},
+            r"num_heads \* head_dim must be expand \* hidden_size = 64\. Received",
+        ),
+        ("mamba2", {"n_groups": 3}, "num_heads a multiple of num_groups"),
+        ("mamba2", {"hidden_act": "gelu_fast"}, "hidden_act='gelu_fast' is not supported"),
+        ("mamba2", {"time_step_limit": [0.1]}, r"time_step_limit must be two numbers\. Received: .*\[0\.1\]"),
+        ("mamba2", {"time_step_limit": [0.0, "much"]}, "time_step_limit must be two numbers"),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "step_limits must be 0 <= low < high"),
+        ("mamba2", {"norm_before_gate": True}, "norm_before_gate=True"),
+        ("bamba", {"attn_layer_indices": [4]}, r"attn_layer_indices must list numbers of the 4 layers\. .*\[4\]"),
+        ("bamba", {"partial_rotary_factor": 0.25}, "takes partial_rotary_factor from rope_parameters alone"),
+        ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb=8"),
+        ("bamba", {"z_loss_coefficient": 0.1}, r"z_loss_coefficient=0\.1"),
+        ("bamba", {"mamba_d_head": 16}, r"mamba_n_heads \* mamba_d_head must be mamba_expand \* hidden_size = 32"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "with experts are not supported .* num_local_experts=4"),
+        ("granitemoehybrid", {"num_local_experts": "absent"}, "num_local_experts=8"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "must be 'rope', 'nope' or null"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must say .* for each of 4 layers"),
+        ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function=layernorm"),
     ],
     ids=str,
 )
@@ -277,6 +302,73 @@ def test_absent_and_null_key_value_heads_are_those_of_the_config_class(copied, n
 
 def test_starcoder2_without_a_window_has_none(copied):
     assert windows(copied("starcoder2", sliding_window="absent")) == [None] * 3
+
+
+def test_the_published_config_of_bamba_is_understood(copied):
+    absent = dict.fromkeys(("rope_parameters", "time_step_limit", "mamba_d_head", "num_key_value_heads"), "absent")
+    published = {"attn_rotary_emb": 4, "rope_theta": 5e4, "num_logits_to_keep": 1, "num_attention_heads": 8}
+    module = describe(copied("bamba", **absent, **published, hidden_size=64, z_loss_coefficient=0.0)).module
+    attention, scan = module.layers[2].attention, module.layers[0].mixer
+    assert (attention.rotary.theta, attention.rotary.fraction, attention.num_kv_heads) == (5e4, 0.5, 8)
+    assert (scan.head_dim, scan.step_limits, scan.norm_groups) == (16, (0.0, math.inf), 1)
+
+
+def test_the_published_config_of_mamba2_is_understood(copied):
+    infinite = {"time_step_limit": [0.0, math.inf], "rms_norm": True, "tie_word_embeddings": True}
+    absent = dict.fromkeys(("use_bias", "use_conv_bias", "layer_norm_epsilon", "residual_in_fp32"), "absent")
+    module = describe(copied("mamba2", **infinite, **absent)).module
+    layer = module.layers[0]
+    assert (layer.mixer.step_limits, layer.mixer.conv_bias, layer.mixer.bias) == ((0.0, math.inf), True, False)
+    assert (layer.norm.eps, layer.residual_in_float32, module.max_length) == (1e-5, True, 2**20)
+    assert module.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    "kinds, rotates, attends",
+    [
+        ({"layer_types": ["attention"] * 4, "position_embedding_type": "rope", "rope_theta": 5e4}, True, [True] * 4),
+        ({"layer_types": "absent", "position_embedding_type": "nope", "rope_theta": 5e4}, None, [False] * 4),
+        ({"layers_block_type": ["mamba", "attention"] * 2, "layer_types": "absent"}, False, [False, True] * 2),
+    ],
+    ids=["dense Granite 4", "scans alone", "the older name of the field"],
+)
+def test_the_published_configs_of_granite_hybrids_are_understood(kinds, rotates, attends, copied):
+    published = {"normalization_function": "rmsnorm", "init_method": "mup", "mamba_chunk_size": 256}
+    module = describe(copied("granitemoehybrid", **kinds, **published, rope_parameters="absent")).module
+    mixers = [layer.mixer for layer in module.layers]
+    assert [isinstance(mixer, AttentionSpec) for mixer in mixers] == attends
+    if rotates is not None:
+        rotary = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec)).rotary
+        assert (rotary is not None and rotary.theta == 5e4) == rotates
+    _, written = export_config(module, {"model_type": "granitemoehybrid"})
+    assert written["layer_types"] == ["full_attention" if each else "linear_attention" for each in attends]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"norm_groups": 1}, "norm_groups as num_groups"),
+        ({"head_dim": 9}, "the scan's width as a multiple of the model's"),
+    ],
+)
+def test_a_scan_that_no_config_expresses_is_refused(change, text):
+    module = describe(FIXTURES / "mamba2").module
+    layers = tuple(
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **change)) for layer in module.layers
+    )
+    with pytest.raises(ValueError, match=f"mamba2: .*{text}"):
+        export_config(module.clone(layers=layers), {"model_type": "mamba2"})
+
+
+def test_a_model_of_another_kind_is_not_written_as_these():
+    llama = describe(FIXTURES / "llama").module
+    with pytest.raises(ValueError, match="a Mamba-2 config has a scan alone in every layer"):
+        export_config(llama, {"model_type": "mamba2"})
+    with pytest.raises(ValueError, match=r"llama: the block does not attend\. Received: mixer=Mamba2Spec"):
+        export_config(describe(FIXTURES / "mamba2").module, {"model_type": "llama"})
+    alone = llama.clone(layers=tuple(dataclasses.replace(layer, mlp=None) for layer in llama.layers))
+    with pytest.raises(ValueError, match=r"the config has an mlp in every layer\. Received: a layer with mlp=None"):
+        export_config(alone, {"model_type": "llama"})
 
 
 def test_the_published_config_of_command_r7b_is_understood(copied):

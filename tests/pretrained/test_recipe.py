@@ -19,16 +19,17 @@ ARRANGEMENTS = {
     "(N H) -> N H": (3, 6),
     "D -> D": (7,),
     "(K N H) D -> D K N H": (4, 2, 3, 6),
+    "(N H) 1 W -> N H W": (3, 2, 4),
 }
 
 
 def slow_read(recipe, tensor, index):
     """Element by element: the leaf's element (i, j, ..) is the tensor's element at the combined factors."""
     groups, order = parse(recipe.arrangement)
-    sizes = dict(zip(order, recipe.layer_shape, strict=True))
+    sizes = {"1": 1, **dict(zip(order, recipe.layer_shape, strict=True))}
     out = np.empty([axis.stop - axis.start for axis in index])
     for place in itertools.product(*(range(axis.start, axis.stop) for axis in index)):
-        at = dict(zip(order, place, strict=True))
+        at = {"1": 0, **dict(zip(order, place, strict=True))}
         row = []
         for group in groups:
             position = 0
@@ -48,7 +49,7 @@ def test_any_part_of_a_leaf_is_found_in_the_tensor(arrangement, data):
     bounds = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
     index = tuple(slice(*pair) for pair in bounds)
     covering, inner = recipe.tensor_slices(index)
-    got = tensor[covering].reshape(recipe.read_factors(covering))[inner].transpose(recipe.order)
+    got = recipe.in_leaf_order(tensor[covering].reshape(recipe.read_factors(covering))[inner])
     np.testing.assert_array_equal(got, slow_read(recipe, tensor, index))
 
 
@@ -80,9 +81,39 @@ def test_fused_leaves_are_parts_of_one_tensor(weights, kv):
         assert recipe.sources == ("l.0.qkv", "l.1.qkv")
         for index in ((slice(0, D), slice(0, recipe.shape[2]), slice(0, H)), (slice(1, 3), slice(1, 2), slice(1, 3))):
             covering, inner = recipe.tensor_slices(index)
-            got = fused[covering].reshape(recipe.read_factors(covering))[inner].transpose(recipe.order)
+            got = recipe.in_leaf_order(fused[covering].reshape(recipe.read_factors(covering))[inner])
             np.testing.assert_array_equal(got, leaves[recipe.path][1][index])
-    assert found[1].cut == (Cut(0, 4, 8) if weights is QKV else Cut(1, 3, 9))
+    assert found[1].cut == (Cut(0, 12, 24) if weights is QKV else Cut(1, 3, 9))
+
+
+TAPS = fused_weights(
+    "l.{i}.conv",
+    ("params/layers_{i}/x", "(N H) 1 W -> N H W", "N"),
+    ("params/layers_{i}/b", "(G P) 1 W -> G P W", "G"),
+    ("params/layers_{i}/dt", "N 1 W -> N W", "N"),
+)
+
+
+def test_parts_of_one_tensor_may_have_rows_of_their_own_shape():
+    shapes = {
+        "params/layers_0_1/x": (2, 4, 3, 2),
+        "params/layers_0_1/b": (2, 2, 5, 2),
+        "params/layers_0_1/dt": (2, 7, 2),
+    }
+    found = recipes(TAPS, shapes, VIEW)
+    assert [(recipe.cut, recipe.tensor_shape) for recipe in found] == [
+        (Cut(0, start, 29), (29, 1, 2)) for start in (0, 12, 22)
+    ]
+    tensor = np.arange(58.0).reshape(29, 1, 2)
+    written = np.zeros_like(tensor)
+    for recipe, rows in zip(found, (slice(0, 12), slice(12, 22), slice(22, 29)), strict=True):
+        want = tensor[rows].reshape(recipe.layer_shape)
+        for index in (tuple(slice(0, size) for size in want.shape), (slice(1, 2), *[slice(0, 2)] * (want.ndim - 1))):
+            covering, inner = recipe.tensor_slices(index)
+            got = recipe.in_leaf_order(tensor[covering].reshape(recipe.read_factors(covering))[inner])
+            np.testing.assert_array_equal(got, want[index])
+        recipe.in_leaf_order(recipe.part_of(written))[...] = want
+    np.testing.assert_array_equal(written, tensor)
 
 
 def test_a_fused_tensor_needs_all_of_its_parts():

@@ -11,6 +11,7 @@ from dew.objectives.base import LossOutput, Ratio
 from dew.objectives.language import LanguageModel
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec
+from dew.placement.partition import WholeBatch
 from dew.training.loop import Loop, NonFiniteLossError
 from dew.training.optimizer import make_optimizer
 from dew.training.report import Report
@@ -252,3 +253,13 @@ def test_the_report_writes_pooled_numbers_without_waiting():
     assert lines[1].startswith(f"step 3/3: loss: {want[2]:.4f} - ")
     assert "500 ms/step" in lines[0]
     assert "667 ms/step" in lines[1], "all three steps: the second line began late"
+
+
+def test_a_whole_batch_is_lowered_as_it_is_trained():
+    trainer = line_trainer(mesh=MeshSpec(fsdp=8))
+    rows = {name: value[:5] for name, value in batch().items()}
+    for given in (batch(), WholeBatch(rows)):
+        _, shapes = trainer.lower(given).args_info[0]
+        assert shapes["x"].shape == given["x"].shape
+    with pytest.raises(ValueError, match="divi"):
+        trainer.lower(rows)

@@ -22,14 +22,15 @@ from dew.kernels.attention_choice import check_implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.staging import Schedule, checked_schedule, staged_segment
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
-from dew.nn.cache import Cache, KeyValueShape, empty_cache
+from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
+from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility, causal_visibility, document_starts
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
-from dew.nn.router import RouterTraining, Routing
+from dew.nn.router import BALANCE_BIAS, RouterTraining, Routing
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
@@ -175,7 +176,7 @@ class CausalTransformer(nn.Module):
         given = None if segment_ids is None else real
         around = Surroundings(visibility, real=given, is_token=given)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
-        return self._apply("norm", x), cache
+        return self._normed(x), cache
 
     def routed_hidden_states(
         self,
@@ -205,7 +206,7 @@ class CausalTransformer(nn.Module):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         around = self._surroundings(tokens.shape[1], segment_ids, counted)
         x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
-        return self._apply("norm", x), routing
+        return self._normed(x), routing
 
     @property
     def expert_layers(self) -> tuple[ExpertsSpec, ...]:
@@ -255,13 +256,13 @@ class CausalTransformer(nn.Module):
         kinds = tuple((kind, len(layers)) for kind, layers in self._cache_banks().items())
         return empty_cache(kinds, batch, length, self.dtype if dtype is None else dtype)
 
-    def _cache_banks(self) -> dict[KeyValueShape, list[int]]:
+    def _cache_banks(self) -> dict[KeyValueShape | ScanShape, list[int]]:
         """Say which layers share a bank of the cache: those that keep the same.
 
         Longer than the banks of weights: writes into one bank for all layers XLA does in place, caches of one layer it
         would copy at every token.
         """
-        banks: dict[KeyValueShape, list[int]] = collections.defaultdict(list)
+        banks: dict[KeyValueShape | ScanShape, list[int]] = collections.defaultdict(list)
         for index, spec in enumerate(self.layers):
             banks[spec.mixer.cache_shape].append(index)
         return dict(banks)
@@ -297,14 +298,22 @@ class CausalTransformer(nn.Module):
         return unboxed(unfreeze(self.get_variable("params", name)))
 
     def _ready(self, part: nn.Module, weights: Any) -> Any:
-        """Cast weights to the compute dtype and gather them where they are used."""
-        weights = jax.tree.map(lambda weight: weight.astype(self.dtype), weights)
+        """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
+
+        def cast(path: Any, weight: Array) -> Array:
+            return weight if path[-1].key in (*WIDE_WEIGHTS, BALANCE_BIAS) else weight.astype(self.dtype)
+
+        weights = jax.tree.map_with_path(cast, weights)
         return gather_weights(weights, logical_names(part))
 
     def _apply(self, name: str, *inputs: Any, outer: Any = None) -> Any:
         """Apply a part that is stored on its own, with given weights of such parts or the stored ones."""
         part, weights = self._parts()[name], self._weights(name) if outer is None else outer[name]
         return part.apply({"params": self._ready(part, weights)}, *inputs)
+
+    def _normed(self, x: Float[Array, "B T D"], outer: Any = None) -> Float[Array, "B T D"]:
+        """Apply the last norm; its result is in the compute dtype whatever the residual stream is in."""
+        return self._apply("norm", x, outer=outer).astype(self.dtype)
 
     def _embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
@@ -313,6 +322,8 @@ class CausalTransformer(nn.Module):
     def _positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
         """Scale looked-up rows and add learned positions."""
         x = scaled_rows(rows, self.embedding)
+        if any(layer.residual_in_float32 for layer in self.layers):
+            x = x.astype(jnp.float32)
         if self.embedding.positions is None:
             return x
         return constrain(x + self._apply("embed_positions", positions, outer=outer), RESIDUAL_NAMES)
@@ -401,7 +412,7 @@ class CausalTransformer(nn.Module):
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self._embedded(tokens, given.get("positions", places))
         x, said = through_stages(pipeline, self._stage(pipeline, places), self._stage_weights(pipeline), x, given)
-        return self._apply("norm", x), self._staged_routing(pipeline, said)
+        return self._normed(x), self._staged_routing(pipeline, said)
 
     def _staged_routing(self, pipeline: Pipeline, said: list[Any]) -> tuple[Routing, ...]:
         """Give each layer what its router said, from what the stages say of their layers."""
@@ -477,7 +488,7 @@ class CausalTransformer(nn.Module):
             return constrain(self._positioned(rows, given.get("positions", counted), outer), RESIDUAL_NAMES)
 
         def score(outer, x, given):
-            hidden, scored = self._apply("norm", x, outer=outer), (given["targets"], given["weights"])
+            hidden, scored = self._normed(x, outer), (given["targets"], given["weights"])
             factors = (self.logit_softcap, self.logit_scale)
             total, *further = copied_token_loss(mesh, hidden, outer[head]["embedding"], *scored, *factors)
             return total, tuple(further)

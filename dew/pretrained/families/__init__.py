@@ -6,6 +6,7 @@
 from typing import Any
 
 from dew.pretrained.families import (
+    bamba,
     cohere2,
     gemma,
     gemma2,
@@ -15,7 +16,9 @@ from dew.pretrained.families import (
     gpt_neox,
     granite,
     granitemoe,
+    granitemoehybrid,
     llama,
+    mamba2,
     mistral,
     mixtral,
     olmo2,
@@ -38,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         *(llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3),
         *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
         *(mixtral, qwen3_moe, qwen2_moe, granitemoe),
+        *(mamba2, bamba, granitemoehybrid),
     )
 }
 
