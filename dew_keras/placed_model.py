@@ -18,6 +18,7 @@ from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from dew.nn.exchange_report import check_row_length
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
@@ -145,6 +146,8 @@ class PlacedModel:
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
+        if compiled.sequence_length is not None:
+            check_row_length(module, new_mesh, compiled.sequence_length)
         refuse_unstaged(new_mesh, module)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)
