@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.objectives.language import LanguageModel, check_token_ids
+from dew.objectives.routing import ROUTING_METRICS
 from dew.placement.partition import WholeBatch, shard_batch
 from dew.training.optimizer import as_step_transformation
 from dew.training.trainer import Trainer
@@ -231,7 +232,8 @@ class Engine(RestoresRuns, PlacedModel):
         assert self.compiled is not None, "verbs check that the model is compiled"
         logs = self._objective.report(statistics)
         if isinstance(self._objective, LanguageModel):
-            logs = {name: value for name, value in logs.items() if name in ("loss", *self.compiled.language_metrics)}
+            shown = ("loss", *self.compiled.language_metrics, *ROUTING_METRICS)
+            logs = {name: value for name, value in logs.items() if name in shown}
         return dict(sorted(logs.items()))
 
     @contextlib.contextmanager

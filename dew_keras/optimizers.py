@@ -177,7 +177,7 @@ class CompiledOptimizer:
         """
         counts: list[Any] = [updates] * len(self.parts)
         if state is not None:
-            if state.updates.is_deleted() or not jax.sharding.get_abstract_mesh().empty:
+            if state.updates.is_deleted() or isinstance(jnp.zeros(()), jax.core.Tracer):
                 return  # a step that failed consumed it, or a step of the user's own asks while it is traced
             updates, open_batches = state.updates, state.microstep
             counts = [part.count for part in keras_states(state.opt_state)]
@@ -188,8 +188,8 @@ class CompiledOptimizer:
         for optimizer in self._counting:
             if not _is_count_assigned(optimizer):
                 # Where Keras accumulates gradients it counts batches, and divides where it is asked.
-                window, count = optimizer.gradient_accumulation_steps, _own(shown[id(optimizer)])
-                optimizer._iterations.assign(count if not window else count * window + _own(open_batches))
+                window, count = optimizer.gradient_accumulation_steps, shown[id(optimizer)]
+                optimizer._iterations.assign(_own(count if not window else count * window + open_batches))
                 _shown[optimizer] = optimizer._iterations.value
 
     @functools.cached_property
@@ -228,8 +228,8 @@ def _is_count_assigned(optimizer: Any) -> bool:
 
 
 def _own(count: Any) -> Any:
-    # On one device and copied: the next step consumes the state.
-    return jnp.copy(count.addressable_data(0)) if isinstance(count, jax.Array) else count
+    # Copied, as the next step consumes the state, where the caller may have set a mesh; then on one device.
+    return jnp.copy(count).addressable_data(0) if isinstance(count, jax.Array) else count
 
 
 def keras_states(opt_state: Any) -> list[KerasState]:

@@ -18,9 +18,10 @@ from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from dew.nn.exchange_report import check_row_length
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import as_mesh, batch_divisor, microbatches_of
 from dew.placement.partition import data_partition
 from dew.placement.stacks import StackView, stack_view
@@ -145,7 +146,8 @@ class PlacedModel:
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
         module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
-        refuse_unsupported_axes(new_mesh, "Training a model")
+        if compiled.sequence_length is not None:
+            check_row_length(module, new_mesh, compiled.sequence_length)
         refuse_unstaged(new_mesh, module)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)

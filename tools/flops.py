@@ -22,10 +22,12 @@ class StepFlops:
 
     Attributes:
         devices: Devices of the mesh.
+        vocab_size: Rows of the token table.
         products: The products of one device.
     """
 
     devices: int
+    vocab_size: int
     products: tuple[Product, ...]
 
     @property
@@ -37,7 +39,7 @@ class StepFlops:
         """Operations of one device by the part of the model they belong to."""
         parts: dict[str, int] = {}
         for product in self.products:
-            name = part_of(product)
+            name = part_of(product, self.vocab_size)
             parts[name] = parts.get(name, 0) + product.flops
         return parts
 
@@ -50,23 +52,27 @@ def step_flops(trainer: Any, batch: Mapping[str, Any]) -> StepFlops:
         batch: One host batch as its objective reads it.
     """
     text = trainer.lower(batch).compile().as_text()
-    return StepFlops(devices=trainer.mesh.size, products=tuple(matrix_products(text)))
+    vocab_size = trainer.objective.module.vocab_size
+    return StepFlops(devices=trainer.mesh.size, vocab_size=vocab_size, products=tuple(matrix_products(text)))
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def part_of(product: Product) -> str:
+def part_of(product: Product, vocab_size: int) -> str:
     """Name the part of a decoder that a product belongs to.
 
     Args:
         product: One product of its step.
+        vocab_size: Rows of its token table, unlike its other sizes.
     """
     for part in _PARTS:
         if f"/{part}/" in product.op_name:
             return part
-    # XLA forgets names where it drops a dimension of size 1; only attention multiplies per row and head.
-    return "attention" if len(product.shape) > 2 or "self_attn" in product.op_name else "vocabulary"
+    if vocab_size in (*product.shape, product.contracted):
+        return "vocabulary"
+    # XLA forgets names where it drops a dimension of size 1, and a pipeline's loop has none for its blocks.
+    return "attention" if len(product.shape) > 2 or "self_attn" in product.op_name else "blocks"
 
 
 def table(split: StepFlops, alone: StepFlops) -> str:
@@ -91,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="fsdp=8", help="axes and factors, as in fsdp=4,tensor=2")
     parser.add_argument("--devices", type=int, default=8, help="simulated devices when the platform is CPU")
-    for name, default in (("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 8), ("mlp", 256), ("vocab", 256)):
+    for name, default in (("layers", 4), ("width", 64), ("heads", 8), ("kv-heads", 8), ("mlp", 256), ("vocab", 320)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--length", type=int, default=32, help="positions of a row")

@@ -32,6 +32,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
@@ -40,6 +42,8 @@ from transformers import (
     Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -48,8 +52,12 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -82,6 +90,8 @@ SMALL = SHAPE | {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
 NARROW = {name: value for name, value in SMALL.items() if name != "head_dim"}
 LAYER_NORMED = {name: value for name, value in NARROW.items() if name != "rms_norm_eps"}
 OWN_KEYS = {name: value for name, value in LAYER_NORMED.items() if name != "num_key_value_heads"}
+SPARSE = SMALL | {"intermediate_size": 16, "vocab_size": 64}
+SPARSE_NARROW = NARROW | {"intermediate_size": 8, "vocab_size": 64}
 WINDOWED = SMALL | {"sliding_window": 8, "query_pre_attn_scalar": 12}
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -157,6 +167,8 @@ FIXTURES = {
     ),
     "granite": (
         GraniteForCausalLM,
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
         lambda: GraniteConfig(
             **NARROW,
             embedding_multiplier=12.0,
@@ -214,6 +226,60 @@ FIXTURES = {
     "glm4": (
         Glm4ForCausalLM,
         lambda: Glm4Config(**SMALL, **NO_TOKENS, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}),
+    ),
+    "mixtral": (
+        MixtralForCausalLM,
+        lambda: MixtralConfig(
+            **SPARSE | {"intermediate_size": 8},
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        lambda: Qwen2MoeConfig(
+            **SPARSE_NARROW,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=16,
+            mlp_only_layers=[0],
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=3,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **SPARSE,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            output_router_logits=True,
+            router_aux_loss_coef=0.01,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "granitemoe": (
+        GraniteMoeForCausalLM,
+        lambda: GraniteMoeConfig(
+            **SPARSE_NARROW,
+            **NO_TOKENS,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
     ),
     "mamba2": (
         Mamba2ForCausalLM,
@@ -310,9 +376,14 @@ LARGEST_ENTROPY = 0.5
 LEAST_MEMORY = 0.02
 # Of the largest logit, between the reference in float32 and in float64. The parity tests allow 1e-5.
 LARGEST_ROUNDING = 2e-6
+# Between the logits of the last expert chosen and the first that is not: far above any rounding of them.
+SMALLEST_MARGIN = 2e-3
 
 
 SHARPENED = tuple(f"{name}.weight" for name in ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn"))
+
+
+ROUTERS = ("gate.weight", "router.weight")
 
 
 def randomise(model, generator, sharpness):
@@ -329,7 +400,7 @@ def randomise(model, generator, sharpness):
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 value = value * math.sqrt(sharpness)
             value = value - 1.0 if gemma else value
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             value = 0.3 * draw
         elif any(table in name for table in ("embed_tokens", "embed_in", "embeddings", "wte", "wpe")):
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
@@ -337,9 +408,11 @@ def randomise(model, generator, sharpness):
                 value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
             )
         else:
-            # A kernel is [out, in], GPT-2's [in, out], the taps of a convolution [channels, 1, taps].
-            inputs = -1 if "conv1d" in name else 0 if ".c_" in name and model.config.model_type == "gpt2" else 1
+            # A kernel is [out, in], an expert's too, GPT-2's [in, out], the taps of a convolution [channels, 1, taps].
+            inputs = 0 if ".c_" in name and model.config.model_type == "gpt2" else -1
             value = draw / math.sqrt(weight.shape[inputs])
+            if name.endswith(ROUTERS):
+                value = 2 * value
             if name.endswith(SHARPENED):
                 value = value * math.sqrt(sharpness)
         weight.data.copy_(value)
@@ -378,7 +451,7 @@ def sharpened(kind, config, tokens, seed):
 
 def make(directory, kind, config):
     """Make one fixture from the first seed on which the reference's own rounding is small beside the tolerance."""
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     for seed in range(50):
         tokens = torch.randint(config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
         model, out, ratio = sharpened(kind, config, tokens, seed)
@@ -388,7 +461,8 @@ def make(directory, kind, config):
             exact = model.double()(tokens).logits
         scale = exact.abs().max()
         rounding = ((out.logits - exact).abs().max() / scale).item()
-        if rounding < LARGEST_ROUNDING and remembered > LEAST_MEMORY:
+        decided = margin(model, tokens) > SMALLEST_MARGIN
+        if rounding < LARGEST_ROUNDING and remembered > LEAST_MEMORY and decided:
             break
     else:
         raise RuntimeError(f"{directory}: the reference itself rounds by {rounding:.1e}, or forgets, on every seed")
@@ -407,10 +481,27 @@ def make(directory, kind, config):
     )
 
 
+def margin(model, tokens):
+    """Find the smallest margin of a router's choice over all tokens and layers; infinite without routers."""
+    margins = [math.inf]
+
+    def measure(module, _, result):
+        ranked = result[0].sort(dim=-1, descending=True).values
+        margins.append((ranked[:, module.top_k - 1] - ranked[:, module.top_k]).min().item())
+
+    routers = [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
+    handles = [each.register_forward_hook(measure) for each in routers]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return min(margins)
+
+
 def in_bfloat16(kind, config, directory, tokens):
     """Give what one row's embeddings and first norm are in bfloat16, as the bits: casts that float32 does not show."""
-    config._attn_implementation = "eager"
-    model = kind.from_pretrained(directory, dtype=torch.bfloat16)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = kind.from_pretrained(directory, dtype=torch.bfloat16, experts_implementation="eager")
     seen = {}
     layer = next(iter(getattr(model.base_model, "layers", None) or model.base_model.h))
     first = getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None) or getattr(layer, "norm", None)

@@ -28,7 +28,7 @@ from dew.inference.prefill import (
 )
 from dew.inference.programs import compiled_program
 from dew.inference.sampling import Greedy, Sampling, SamplingKind, Strategy, as_sampling, draw_tokens
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh, batch_divisor, build_mesh
 from dew.placement.partition import batch_sharding
 from dew.placement.stacks import stack_view
@@ -189,13 +189,11 @@ def generate(
         TypeError: If a prompt is not a list of ids, or sampling is no strategy.
         ValueError: If a prompt is empty, does not fit the context or leaves the vocabulary, if a draw is asked for
             without a key, or if the mesh is not the variables'.
-        LayoutRefused: If the mesh has an axis that generation does not run on.
         FloatingPointError: If the model's logits stopped being numbers.
     """
     draw = _checked_draw(as_sampling(sampling), key)
     stored = mesh_of_variables(variables, mesh)
     mesh = decode_mesh(stored)
-    refuse_unsupported_axes(mesh, "generation")
     if mesh is not stored:
         variables = decode_view(variables, mesh)
     layout = Layout() if layout is None else layout

@@ -9,15 +9,17 @@ from typing import Any, Literal
 from flax import linen as nn
 from flax import struct
 
-from dew.arrays import Array, Bool, Float
+from dew.arrays import Array, Bool, Float, Int
 from dew.kernels.attention import Implementation, Visibility
 from dew.nn.attention import AttentionSpec, SelfAttention
 from dew.nn.cache import LayerCache, LayerState
 from dew.nn.embed import scaled
 from dew.nn.mamba2 import Mamba2, Mamba2Spec
 from dew.nn.mlp import Mlp, MlpSpec
+from dew.nn.moe import Experts, ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import Tables
+from dew.nn.router import Routing
 from dew.nn.sharding import constrain
 from dew.parallel.choice import SequenceImplementation
 
@@ -44,7 +46,7 @@ class LayerSpec:
 
     Attributes:
         mixer: What moves information between tokens; the type of its spec decides the layer.
-        mlp: Its perceptron; None for a block that is a mixer alone.
+        mlp: Its perceptron, or its experts; None for a block that is a mixer alone.
         norm: Its norms.
         placement: Where they are. "pre": before the mixer and before the perceptron (Llama). "post": after each,
             none before (OLMo 2). "both": before and after each (Gemma 2). "parallel": before each, and both read the
@@ -54,7 +56,7 @@ class LayerSpec:
     """
 
     mixer: AttentionSpec | Mamba2Spec
-    mlp: MlpSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     norm: NormSpec
     placement: Placement = "pre"
     residual_scale: float = 1.0
@@ -78,6 +80,17 @@ class LayerSpec:
         return self.mixer
 
     @property
+    def experts(self) -> ExpertsSpec:
+        """The experts of a block that has them.
+
+        Raises:
+            ValueError: If the block has none.
+        """
+        if not isinstance(self.mlp, ExpertsSpec):
+            raise ValueError(f"the block has no experts. Received: mlp={self.mlp!r}")
+        return self.mlp
+
+    @property
     def norm_names(self) -> frozenset[str]:
         """Names of the norms that the block has."""
         around = _NORMS[self.placement][: 1 if self.mlp is None else 2]
@@ -91,11 +104,17 @@ class Surroundings(struct.PyTreeNode):
         visibility: Which keys each query reads, for mixers that attend.
         starts: Tokens that begin a document, for mixers with a state; None means one document a row. Not for caches.
         real: Tokens that are not padding, for mixers with a state and a cache; None means all. Padding is on the left.
+        is_token: Tokens that are not padding, for experts; None means all.
+        counted: Weight of each token in the routing statistics; None where they are not wanted.
+        documents: Document of each token, counted from 0 in its row, for these statistics; None means one a row.
     """
 
     visibility: Visibility
     starts: Bool[Array, "B T"] | None = None
     real: Bool[Array, "B T"] | None = None
+    is_token: Bool[Array, "B T"] | None = None
+    counted: Float[Array, "B T"] | None = None
+    documents: Int[Array, "B T"] | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -122,7 +141,9 @@ class DecoderLayer(nn.Module):
             self.mamba = Mamba2(self.features, spec.mixer, dtype)
         else:
             self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
-        if spec.mlp is not None:
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp: Any = Experts(self.features, spec.mlp, dtype)
+        elif spec.mlp is not None:
             self.mlp = Mlp(self.features, spec.mlp, dtype)
         for name in sorted(spec.norm_names):
             setattr(self, name, Norm(self.features, spec.norm, dtype))
@@ -133,7 +154,7 @@ class DecoderLayer(nn.Module):
         around: Surroundings,
         rotary: Tables | None = None,
         cache: LayerCache | LayerState | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | LayerState | None]:
+    ) -> tuple[Float[Array, "B T D"], LayerCache | LayerState | None, Routing | None]:
         """Apply the block.
 
         Args:
@@ -143,19 +164,26 @@ class DecoderLayer(nn.Module):
             cache: The layer's window on the cache; None for whole sequences.
 
         Returns:
-            The residual stream, and the window after the new tokens.
+            The residual stream, the window after the new tokens, and what routers say of counted tokens.
         """
         (before_mixing, after_mixing), (before_mlp, after_mlp) = _NORMS[self.spec.placement]
         normal = self._normal(before_mixing, x)
         mixed, cache = self._mixed(normal, around, rotary, cache)
         summed = self._added(x, self._normal(after_mixing, mixed))
         if self.spec.mlp is None:
-            return summed, cache
+            return summed, cache, None
         if self.spec.placement.startswith("parallel"):
             source = normal if before_mlp == before_mixing else self._normal(before_mlp, x)
         else:
             source = self._normal(before_mlp, summed)
-        return self._added(summed, self._normal(after_mlp, self.mlp(source))), cache
+        changed, routing = self._transformed(source, around)
+        return self._added(summed, self._normal(after_mlp, changed)), cache, routing
+
+    def _transformed(self, source: Array, around: Surroundings) -> tuple[Array, Routing | None]:
+        """Apply the perceptron, or the experts."""
+        if isinstance(self.spec.mlp, ExpertsSpec):
+            return self.mlp(source, around.is_token, around.counted, around.documents)
+        return self.mlp(source), None
 
     def _mixed(self, normal: Array, around: Surroundings, rotary: Tables | None, cache: Any) -> tuple[Array, Any]:
         """Mix tokens by what the spec says; the window is of the mixer's own kind."""

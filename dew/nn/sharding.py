@@ -94,7 +94,7 @@ def constrain(x: Array, names: Sequence[str | None]) -> Array:
     if len(names) != x.ndim:
         raise ValueError(f"constrain needs a name per dimension of {x.shape}. Received: names={tuple(names)}")
     mesh = jax.sharding.get_abstract_mesh()
-    if _is_trivial(mesh):
+    if is_trivial_mesh(mesh):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(tuple(names), x.shape, mesh)))
 
@@ -112,7 +112,7 @@ def constrain_weights(weights: Any, names: Any) -> Any:
 def gathers_weights() -> bool:
     """Say whether the mesh in context stores weights in parts that are gathered where they are used."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not _is_trivial(mesh) and any(mesh.shape.get(axis, 1) > 1 for axis in GATHERED_AXES)
+    return not is_trivial_mesh(mesh) and any(mesh.shape.get(axis, 1) > 1 for axis in GATHERED_AXES)
 
 
 def gather_weights(weights: Any, names: Any) -> Any:
@@ -170,6 +170,26 @@ def _resharded_backward(stored, whole, residuals, cotangent):
 _resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
+def activation_spec(names: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Say where the mesh in context and the active rules put an activation, as `constrain` does.
+
+    Args:
+        names: Logical name per dimension.
+        shape: Its shape.
+    """
+    return _spec(tuple(names), tuple(shape), jax.sharding.get_abstract_mesh())
+
+
+def weight_spec(names: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Say where a weight is once `gather_weights` has gathered it.
+
+    Args:
+        names: Logical name per dimension.
+        shape: Its shape.
+    """
+    return PartitionSpec(*(_without(axes, GATHERED_AXES) for axes in activation_spec(names, shape)))
+
+
 def route_lookup_gradient(
     rows: Float[Array, "B T D"], names: Sequence[str], table_shape: tuple[int, int], table_names: Sequence[str | None]
 ) -> Float[Array, "B T D"]:
@@ -188,7 +208,7 @@ def route_lookup_gradient(
         `rows`; only their cotangent is pinned.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if _is_trivial(mesh):
+    if is_trivial_mesh(mesh):
         return rows
     columns = _padded(_spec(tuple(table_names), table_shape, mesh), 2)[1]
     if columns is None:
@@ -214,8 +234,8 @@ def _padded(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     return (*spec, *(None,) * (rank - len(spec)))
 
 
-def _is_trivial(mesh: Any) -> bool:
-    """Whether a mesh leaves nothing to place: none in context, one device, or every axis manual."""
+def is_trivial_mesh(mesh: Any) -> bool:
+    """Say whether a mesh leaves nothing to place: none in context, one device, or every axis manual."""
     return mesh.empty or mesh.size == 1 or set(mesh.manual_axes) >= set(mesh.axis_names)
 
 

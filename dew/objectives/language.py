@@ -7,6 +7,7 @@ over devices, so no device needs its neighbour's first token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.router import Routing
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
+from dew.objectives.routing import EXPERT_LOAD, busiest, router_loss, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
 
@@ -94,31 +97,37 @@ class LanguageModel:
             train: Whether this is a training step.
 
         Returns:
-            The cross entropy in nats per scored token, and the metric `token_accuracy`.
+            The cross entropy in nats per scored token, and the metric `token_accuracy`. A module with experts adds what
+            its `router_training` asks for, and the metrics of `dew.objectives.routing`.
         """
-        total, correct, mass = self._scored(variables, batch, key, train)
-        return LossOutput(Ratio(total, mass), {"token_accuracy": Ratio(correct, mass)})
+        total, correct, mass, routing = self._scored(variables, batch, key, train)
+        metrics = {"token_accuracy": Ratio(correct, mass)}
+        if routing:
+            metrics |= routing_metrics(routing, self.module.expert_layers)
+        return LossOutput(Ratio(total, mass), metrics)
 
     def _scored(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sum the cross entropies, the tokens that are predicted and the weights."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...]]:
+        """Sum the losses, the tokens that are predicted and the weights; ask routers where there are any."""
         documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
         if train and getattr(self.module, "scores_in_schedule", False):
             scored = (batch["inputs"], batch["targets"], batch["weights"])
-            return self.module.apply(variables, *scored, **documents, method="token_loss")
-        hidden = self.module.apply(
-            variables,
-            batch["inputs"],
-            **documents,
-            train=train,
-            method="hidden_states",
-            rngs={"dropout": key} if train else None,
-        )
+            added = functools.partial(router_loss, training=self.module.router_training)
+            return self.module.apply(variables, *scored, **documents, router_loss=added, method="token_loss")
+        if getattr(self.module, "expert_layers", ()):
+            counted = (batch["inputs"], batch["weights"])
+            hidden, routing = self.module.apply(variables, *counted, **documents, method="routed_hidden_states")
+        else:
+            rngs = {"dropout": key} if train else None
+            given = {**documents, "train": train, "rngs": rngs}
+            hidden, routing = self.module.apply(variables, batch["inputs"], **given, method="hidden_states"), ()
         head = self.module.head_weight(variables)
         mesh = jax.sharding.get_abstract_mesh()
         scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
-        return sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
+        sums = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
+        total, *further = sums
+        return total + router_loss(routing, self.module.router_training) if routing else total, *further, routing
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.
@@ -127,9 +136,12 @@ class LanguageModel:
             statistics: Host ratios by name.
 
         Returns:
-            Values by name; `perplexity` is the exponential of `loss`.
+            Values by name; `perplexity` is the exponential of `loss`, and `expert_load_max` the load of the busiest
+            expert of any layer over an even share.
         """
-        values = {name: ratio.value() for name, ratio in statistics.items()}
+        values = {name: ratio.value() for name, ratio in statistics.items() if name != EXPERT_LOAD}
+        if EXPERT_LOAD in statistics:
+            values["expert_load_max"] = busiest(statistics[EXPERT_LOAD])
         loss = values["loss"]
         return {**values, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 

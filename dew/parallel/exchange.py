@@ -79,33 +79,19 @@ def sequence_attention(
         ValueError: If the kernel named cannot run what the exchange leaves on a device.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
-    length, shards = query.shape[1], mesh.shape[AXIS]
-    specs = [_padded(resolve(names, x.shape, mesh, rules).spec) for names, x in _named(query, key)]
-    (rows, positions, heads, _), (_, _, kv_heads, _) = specs
-    if positions is None and length % shards:
-        raise LayoutRefused(refused_length(length, shards, 1))
-    if positions != AXIS:
-        raise LayoutRefused(
-            f"The rules put activation_length on {positions or 'no axis'}, but attention splits positions over "
-            f"sequence={shards} alone. Use the rule ('activation_length', 'sequence'), or a mesh with sequence=1."
-        )
     segments = visibility.query_segments
-    sizes = AttentionSizes(
-        rows=query.shape[0] // _size(mesh, rows),
-        num_queries=length,
-        num_keys=key.shape[1],
-        num_heads=query.shape[2] // _size(mesh, heads),
-        num_kv_heads=_read_kv_heads(query.shape[2], key.shape[2], _size(mesh, heads), kv_heads is not None),
-        head_dim=query.shape[3],
-        dtype=query.dtype.name,
-        shards=shards,
+    sizes = placed_sizes(
+        mesh,
+        query.shape,
+        key.shape[2],
+        query.dtype,
         is_masked=segments is not None,
         has_sinks=sinks is not None,
         has_softcap=softcap is not None,
         window=visibility.window,
         chunk=visibility.chunk,
     )
+    rows, positions, heads, kv_heads = _places(mesh, query.shape, key.shape[2])
     choice = choose_exchange(sizes, sequence_impl, kernel_skips_window=skips_window(sizes, implementation))
     if choice.path in ("gather", "ring") and implementation not in ("auto", "xla"):
         raise ValueError(
@@ -114,7 +100,7 @@ def sequence_attention(
         )
     call = SplitAttention(
         axis=AXIS,
-        shards=shards,
+        shards=sizes.shards,
         scale=scale,
         softcap=softcap,
         window=visibility.window,
@@ -139,8 +125,50 @@ def sequence_attention(
     )(query, key, value, segments, sinks)
 
 
-def _named(query: Array, key: Array) -> tuple[tuple[Any, Array], ...]:
-    return (QUERY_NAMES, query), (KEY_NAMES, key)
+def placed_sizes(mesh: Any, shape: tuple[int, ...], num_kv_heads: int, dtype: Any, **facts: Any) -> AttentionSizes:
+    """Work out what one device of a mesh gets of a call under the active rules.
+
+    Args:
+        mesh: A concrete, abstract or planned mesh that splits positions.
+        shape: Shape of the queries, [B, T, N, H].
+        num_kv_heads: Key/value heads of all.
+        dtype: Compute dtype.
+        **facts: Further fields of `AttentionSizes`.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        LayoutRefused: If the positions are not split over sequence: their number or a rule does not let them.
+    """
+    length, shards = shape[1], mesh.shape[AXIS]
+    rows, positions, heads, kv_heads = _places(mesh, shape, num_kv_heads)
+    if positions is None and length % shards:
+        raise LayoutRefused(refused_length(length, shards, 1))
+    if positions != AXIS:
+        raise LayoutRefused(
+            f"The rules put activation_length on {positions or 'no axis'}, but attention splits positions over "
+            f"sequence={shards} alone. Use the rule ('activation_length', 'sequence'), or a mesh with sequence=1."
+        )
+    return AttentionSizes(
+        rows=shape[0] // _size(mesh, rows),
+        num_queries=length,
+        num_keys=length,
+        num_heads=shape[2] // _size(mesh, heads),
+        num_kv_heads=_read_kv_heads(shape[2], num_kv_heads, _size(mesh, heads), kv_heads is not None),
+        head_dim=shape[3],
+        dtype=jnp.dtype(dtype).name,
+        shards=shards,
+        **facts,
+    )
+
+
+def _places(mesh: Any, shape: tuple[int, ...], num_kv_heads: int) -> tuple[Any, Any, Any, Any]:
+    """Give the mesh axes of rows, positions, query heads and key/value heads."""
+    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
+    rows, positions, heads, _ = _padded(resolve(QUERY_NAMES, shape, mesh, rules).spec)
+    kv_shape = (*shape[:2], num_kv_heads, shape[3])
+    return rows, positions, heads, _padded(resolve(KEY_NAMES, kv_shape, mesh, rules).spec)[2]
 
 
 def _padded(spec: PartitionSpec) -> tuple[Any, ...]:

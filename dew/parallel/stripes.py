@@ -22,8 +22,10 @@ def to_stripes(x: Array, axis: str, shards: int) -> tuple[Array, Array]:
         Chunk i and chunk 2 N - 1 - i of 2 N on device i, each [B, t / 2, ...].
     """
     half = x.shape[1] // 2
-    even = jax.lax.ppermute(x[:, :half], axis, [(device, _owner(2 * device, shards)) for device in range(shards)])
-    odd = jax.lax.ppermute(x[:, half:], axis, [(device, _owner(2 * device + 1, shards)) for device in range(shards)])
+    even, odd = (
+        jax.lax.ppermute(part, axis, [(device, stripe_owner(2 * device + offset, shards)) for device in range(shards)])
+        for offset, part in enumerate((x[:, :half], x[:, half:]))
+    )
     # 2 N - 1 - i is odd where i is even.
     is_even = jax.lax.axis_index(axis) % 2 == 0
     return jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
@@ -44,7 +46,7 @@ def from_stripes(early: Array, late: Array, axis: str, shards: int) -> Array:
     is_even = jax.lax.axis_index(axis) % 2 == 0
     even, odd = jnp.where(is_even, early, late), jnp.where(is_even, late, early)
     halves = [
-        jax.lax.ppermute(half, axis, [(_owner(2 * device + offset, shards), device) for device in range(shards)])
+        jax.lax.ppermute(half, axis, [(stripe_owner(2 * device + offset, shards), device) for device in range(shards)])
         for offset, half in enumerate((even, odd))
     ]
     return jnp.concatenate(halves, axis=1)
@@ -72,5 +74,11 @@ def stripe_bytes(slice_bytes: int, shards: int) -> int:
     return slice_bytes if shards > 2 else slice_bytes // 2
 
 
-def _owner(chunk: int, shards: int) -> int:
+def stripe_owner(chunk: int, shards: int) -> int:
+    """Say which device computes a chunk of the 2 N.
+
+    Args:
+        chunk: Number of the chunk.
+        shards: Devices N.
+    """
     return min(chunk, 2 * shards - 1 - chunk)

@@ -1,7 +1,7 @@
 """Where things live: meshes, layouts, shardings, banks of layers, shares of a batch."""
 
 from dew.placement.explain import Explanation
-from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
+from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device, shard_bytes
 from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec, as_mesh, batch_divisor, build_mesh
 from dew.placement.partition import DataPartition, data_partition, shard_batch
@@ -28,7 +28,6 @@ __all__ = [
     "data_partition",
     "initialize",
     "is_primary",
-    "refuse_unsupported_axes",
     "resolve",
     "shard_batch",
     "shard_bytes",

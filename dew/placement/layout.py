@@ -32,7 +32,7 @@ from dew.placement.rules import (
 from dew.placement.stacks import StackView, is_box
 from dew.tree import closest, map_named, named_leaves
 
-__all__ = ["Layout", "LayoutRefused", "refuse_unsupported_axes"]
+__all__ = ["Layout", "LayoutRefused"]
 
 _NO_STACKS = StackView()
 
@@ -367,24 +367,3 @@ def _largest_over_fsdp(shape: tuple[int, ...], mesh: Any) -> Resolution:
 
 def _divisors_descending(count: int) -> list[int]:
     return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
-
-
-def refuse_unsupported_axes(mesh: Mesh, what: str) -> None:
-    """Refuse a mesh with an axis that no model runs on.
-
-    Args:
-        mesh: A mesh with the six axes.
-        what: What was to run, for the error: "training" or "loading".
-
-    Raises:
-        LayoutRefused: If expert is larger than 1.
-    """
-    size = mesh.shape["expert"]
-    if size > 1:
-        sizes = {name: mesh.shape[name] for name in ("fsdp", "tensor", "sequence", "stage")}
-        sizes["fsdp"] *= size
-        named = ", ".join(f"{name}={factor}" for name, factor in sizes.items() if factor > 1)
-        raise LayoutRefused(
-            f"{what} on a mesh with expert={size} is not available yet: models split over data, fsdp, tensor, sequence "
-            f"and stage. Use MeshSpec({named}) on the same devices."
-        )

@@ -18,10 +18,11 @@ from jax.sharding import AbstractMesh, AxisType
 from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention_report import attention_report
+from dew.nn.exchange_report import exchange_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
-from dew.placement.layout import Layout, LayoutRefused, refuse_unsupported_axes
+from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
 from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
 from dew.placement.stacks import stack_view
@@ -46,7 +47,8 @@ class Estimate:
         gradients: Their gradients; with accumulation also the running sums.
         optimizer_state: Moments and counters.
         explanation: Where every leaf goes and why.
-        attention: Which attention kernel the layers take, a line per kind of layer.
+        attention: Which attention kernel the layers take, a line per kind of layer, and which exchange where the mesh
+            splits positions.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
@@ -173,6 +175,7 @@ def estimate_bytes(
         explanation=layout.explain(mesh, declared, stacks),
         attention=tuple(
             attention_report(module, mesh=mesh, num_tokens=slots, rows=max(1, rows // shards), device=device)
+            + exchange_report(module, mesh=mesh, num_tokens=slots, rows=rows, device=device)
         ),
         refusal=refusal,
     )
@@ -186,7 +189,6 @@ def _declared(module: Any) -> Any:
 
 def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
-        refuse_unsupported_axes(mesh, "A model")
         refuse_unstaged(mesh, module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:

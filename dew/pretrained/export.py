@@ -222,15 +222,18 @@ def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     result = np.empty(tensor.shape, tensor.dtype)
     for recipe, number in tensor.parts:
         leaf = arrays[recipe.path]
-        layer = host_value(_take_layer(leaf, number) if recipe.banked else leaf)
+        place = recipe.place_of(number)
+        layer = host_value(_taken(leaf, place) if place else leaf)
         # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
         copy_tiled(recipe.in_leaf_order(recipe.part_of(result)), layer)
     return result
 
 
 @jax.jit
-def _take_layer(bank: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(bank, layer, axis=0, keepdims=False)
+def _taken(bank: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    for number in place:
+        bank = jax.lax.dynamic_index_in_dim(bank, number, axis=0, keepdims=False)
+    return bank
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from dew.data.text import Tokenizer
 from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES, has_tokenizer
 from dew.nn.backbones.causal_transformer import CausalTransformer
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
 from dew.pretrained.canonical import canonical_names
@@ -240,7 +240,6 @@ def load_variables(
     """
     module = described.module if module is None else module
     dtype = None if param_dtype is None else compute_dtype(param_dtype)
-    refuse_unsupported_axes(mesh, "Loading a model")
     abstract, view = abstract_variables(module), stack_view(module)
     shardings = layout.shardings(mesh, abstract)
     layout.check(mesh, abstract, shardings, view)

@@ -222,19 +222,19 @@ def planned_reads(
 
 
 def _pieces(
-    recipe: Recipe, layer: int, parts: Sequence[_Part], buffers: Sequence[np.ndarray], itemsize: int
+    recipe: Recipe, number: int, parts: Sequence[_Part], buffers: Sequence[np.ndarray], itemsize: int
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], np.ndarray]]:
-    """Cut what the parts want of one tensor into reads of about `PIECE_BYTES`.
+    """Cut what the parts want of one tensor, the source of that number, into reads of about `PIECE_BYTES`.
 
     Yields:
         The slices to read, the slices to take of the read in factors, and the view of the buffer they belong in.
     """
     for part, buffer in zip(parts, buffers, strict=True):
-        index, target = part.index, buffer
-        if recipe.banked:
-            if not index[0].start <= layer < index[0].stop:
-                continue
-            target, index = buffer[layer - index[0].start], index[1:]
+        place = recipe.place_of(number)
+        stacked, index = part.index[: len(place)], part.index[len(place) :]
+        if not all(axis.start <= at < axis.stop for axis, at in zip(stacked, place, strict=True)):
+            continue
+        target = buffer[tuple(at - axis.start for axis, at in zip(stacked, place, strict=True))]
         covering, inner = recipe.tensor_slices(index)
         view = recipe.in_tensor_order(target)
         unit = math.prod(recipe.factors[0][1:])

@@ -40,7 +40,8 @@ class Weight:
 
     Attributes:
         path: Logical path of the leaf; `{i}` stands for a layer number.
-        tensor: Hugging Face name of the tensor, with the same `{i}`.
+        tensor: Hugging Face name of the tensor, with the same `{i}`. Where it has an `{e}`, the number of an expert,
+            the leaf is a bank: its first dimension counts experts, each a tensor of its own.
         arrangement: Dimensions of the tensor, `->`, dimensions of the leaf; brackets hold dimensions stored as one, and
             `1` is a dimension of that size which the leaf lacks.
         fused: Where the leaf lies in a tensor that holds several; None where it is the whole tensor.
@@ -50,6 +51,11 @@ class Weight:
     tensor: str
     arrangement: str
     fused: Fused | None = None
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether each expert of the leaf is a tensor of its own."""
+        return "{e}" in self.tensor
 
     def match(self, path: str) -> str | None:
         """Name of the tensor that a logical path is loaded from, or None when the rule is not about this path."""
@@ -96,10 +102,12 @@ class Recipe:
     Attributes:
         path: Physical path of the leaf.
         shape: Shape of the leaf; a bank has the layers first.
-        sources: Tensor of each layer of a bank, or the one tensor of another leaf.
+        sources: Tensor of each layer of a bank, or the one tensor of another leaf; where experts have tensors of their
+            own, those of each layer.
         banked: Whether the leaf has a leading dimension of layers.
         arrangement: As in `Weight`.
         cut: Which part of its tensors the leaf is; None means all of each.
+        of_experts: Whether the leaf has a dimension of experts, behind that of layers, with a tensor for each.
     """
 
     path: str
@@ -108,11 +116,20 @@ class Recipe:
     banked: bool
     arrangement: str
     cut: Cut | None = None
+    of_experts: bool = False
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Shape of the leaf without the dimension of layers."""
-        return self.shape[1:] if self.banked else self.shape
+        """Shape of the part of the leaf that one tensor holds: without the dimensions of layers and experts."""
+        return self.shape[len(self._stacked) :]
+
+    def place_of(self, source: int) -> tuple[int, ...]:
+        """Say where in the leaf a source lies: the numbers of its layer and expert, as far as the leaf has them."""
+        return tuple(int(number) for number in np.unravel_index(source, self._stacked)) if self._stacked else ()
+
+    @property
+    def _stacked(self) -> tuple[int, ...]:
+        return self.shape[: self.banked + self.of_experts]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -243,14 +260,17 @@ def recipes(weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], vi
         matched = [(weight, name) for each in logical for weight in weights if (name := weight.match(each))]
         if len(matched) != len(logical) or len({weight.arrangement for weight, _ in matched}) != 1:
             raise ValueError(f"The leaf {path!r} of shape {shape} has no place in a checkpoint of this family.")
-        names, weight = tuple(name for _, name in matched), matched[0][0]
+        weight, banked = matched[0][0], view.bank_of(path) is not None
+        names = tuple(name for _, name in matched)
+        if weight.is_of_experts:
+            names = tuple(name.replace("{e}", str(expert)) for name in names for expert in range(shape[banked]))
         cut = None if weight.fused is None else _cut(weight, weights, logical[0], shapes, view)
         for name in names:
             place = (name, cut.start if cut else 0)
             if place in reader:
                 raise ValueError(f"The leaves {reader[place]!r} and {path!r} would both be read from {name!r}.")
             reader[place] = path
-        found.append(Recipe(path, tuple(shape), names, view.bank_of(path) is not None, weight.arrangement, cut))
+        found.append(Recipe(path, tuple(shape), names, banked, weight.arrangement, cut, weight.is_of_experts))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dew.checkpoint.save import Checkpoints
 from dew.objectives.base import Objective, Ratio
 from dew.parallel.stages import microbatched_into, refuse_unstaged
-from dew.placement.layout import Layout, refuse_unsupported_axes
+from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of
 from dew.placement.partition import WholeBatch, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
@@ -35,6 +35,7 @@ from dew.training.placing import abstract_state, check_alive, place_variables, p
 from dew.training.programs import StepPrograms
 from dew.training.report import Report
 from dew.training.resume import restore_state, saved_items
+from dew.training.router_bias import with_router_biases
 from dew.training.state import TrainState, new_state
 from dew.training.step import StepFunction
 
@@ -85,7 +86,7 @@ class Trainer:
                 f"A step of your own applies its updates itself: use accumulation=1. Received: {accumulation=}."
             )
         self.objective = objective
-        self.optimizer = as_optimizer(optimizer)
+        self.optimizer = with_router_biases(as_optimizer(optimizer), objective.module)
         self.key = key
         self.layout = Layout() if layout is None else layout
         self.accumulation = accumulation
@@ -99,11 +100,9 @@ class Trainer:
 
         Raises:
             ValueError: If its factors do not divide the devices.
-            LayoutRefused: If it uses an axis that training does not support, or stages that the module's layers do not
-                divide into.
+            LayoutRefused: If it has stages that the module's layers do not divide into.
         """
         mesh = as_mesh(self._mesh_given)
-        refuse_unsupported_axes(mesh, "training")
         refuse_unstaged(mesh, self.objective.module)
         return mesh
 

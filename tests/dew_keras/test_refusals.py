@@ -37,6 +37,19 @@ def test_a_rule_for_a_dimension_that_a_module_s_own_boxes_declare_is_taken_befor
         assert model.predict(x, verbose=0).shape == (8, 8)
 
 
+def test_a_length_that_does_not_divide_over_the_sequence_axis_is_refused_by_compile_with_lengths_that_work():
+    model = dew_keras.Model(tiny_decoder())
+    model.compile("sgd", mesh={"sequence": 8}, sequence_length=48)
+    compiled = model.get_compile_config()
+    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 40 positions .* Use rows of 32 or 48 positions"):
+        model.compile("sgd", mesh={"sequence": 8}, sequence_length=40)
+    assert model.get_compile_config() == compiled
+    rows = np.ones((8, 45), np.int32)
+    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 44 positions .* Use rows of 40 or 48 positions"):
+        model.fit(rows, batch_size=8, verbose=0)
+    assert np.isfinite(model.evaluate(np.ones((8, 49), np.int32), batch_size=8, verbose=0, return_dict=True)["loss"])
+
+
 def test_class_weights_round_as_keras_does():
     targets = np.array([0.9999, 0.0, 1.0], np.float32)
     np.testing.assert_array_equal(class_weights(targets, {0: 10.0, 1: 2.0}), [2.0, 10.0, 2.0])

@@ -380,6 +380,9 @@ def test_the_user_s_own_optimizer_object_shows_how_far_a_fit_came():
     model.fit(x, y, 4, verbose=0)
     assert int(optimizer.iterations) == 2
     np.testing.assert_allclose(float(optimizer.learning_rate), 0.025)
+    with jax.set_mesh(model.mesh):  # as code of one's own around a fit may
+        model.fit(x, y, 4, verbose=0)
+        assert int(optimizer.iterations) == 4
 
 
 @pytest.mark.parametrize("window", [None, 2])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dew.inference import Greedy, Sampling, Temperature, TopK, TopP, generate
+from dew.inference import Greedy, Sampling, Temperature, TopK, TopP, generate, programs
 from dew.inference.decode import mesh_of_variables
 from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf, stored_axes
 from dew.inference.prefill import cache_shardings, prompt_rows, reseated_cache
@@ -16,6 +16,7 @@ from dew.inference.programs import compilation_counts, forget_programs
 from dew.placement import DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, as_mesh, build_mesh
 from dew.tree import named_leaves
 from tests.tiny import VOCAB_SIZE, tiny_decoder
+from tools.collectives import collectives
 
 LAYOUT = Layout(min_shard=1, tolerance=0.0)
 MESHES = {
@@ -242,12 +243,6 @@ def test_what_cannot_run_is_refused_before_tracing(change, error, message):
     assert compilation_counts() == counts
 
 
-def test_axes_that_generation_does_not_run_on_are_refused():
-    module, variables, mesh = placed(MeshSpec(expert=2, fsdp=4))
-    with pytest.raises(LayoutRefused, match="generation on a mesh with expert=2 is not available yet"):
-        generate(module, variables, [[1]], max_new_tokens=1, mesh=mesh)
-
-
 def test_weights_that_stages_hold_in_parts_are_not_copied_behind_the_callers_back():
     module, variables, mesh = placed(MeshSpec(stage=2, fsdp=4))
     with pytest.raises(LayoutRefused, match=r"split as P.*'stage'.*Move the weights first.*stored=\('stage',\)"):
@@ -303,3 +298,21 @@ def test_few_programs_serve_many_lengths_numbers_and_weights():
     for key, sampler in enumerate([TopK(k=5), TopK(k=9, temperature=0.5), Sampling(top_k=2)]):
         generate(module, variables, prompt, max_new_tokens=20, sampling=sampler, key=key)
     assert compilation_counts() == {"prefill": counts["prefill"] + 1, "decode": 2}
+
+
+@pytest.mark.parametrize("spec", [MeshSpec(fsdp=8), MeshSpec(tensor=2)], ids=["fsdp8", "tensor2"])
+def test_a_token_costs_gathering_what_fsdp_stores_and_sums_of_activations_on_tensor(spec):
+    module, variables, mesh = placed(spec)
+    forget_programs()
+    generate(module, variables, prompts_of([4] * 8), max_new_tokens=2, mesh=mesh, layout=LAYOUT)
+    (text,) = (program.as_text() for key, program in programs._programs.items() if key[0] == "decode")
+    # The loop over tokens has no trip count; the loop over layers in it does.
+    found = [item for item in collectives(text, dict(mesh.shape)) if None in item.trips and item.trips[-1] == 2]
+    gathered = sum(item.bytes for item in found if item.kind == "all-gather")
+    blocks = jax.tree.leaves(variables["params"]["layers_0_1"])
+    if spec.fsdp > 1:
+        assert gathered == sum(leaf.nbytes for leaf in blocks) // 2, "the weights of one layer, in every turn"
+    else:
+        assert gathered == 0
+        sums = [item for item in found if item.kind == "all-reduce"]
+        assert [item.bytes for item in sums] == [2 * module.features * 4] * 2, "two rows of the residual stream"

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dew.placement import Bank, Layout, LayoutRefused, MeshSpec, StackView, build_mesh, refuse_unsupported_axes
+from dew.placement import Bank, Layout, LayoutRefused, MeshSpec, StackView, build_mesh
 from dew.tree import named_leaves
 
 
@@ -201,13 +201,6 @@ def test_fields_that_cannot_be_honoured_are_refused(fields, match):
 def test_layouts_compare_and_hash_by_value():
     assert Layout(rules={"mlp": "fsdp"}) == Layout(rules={"mlp": "fsdp"}) != Layout()
     assert hash(Layout()) == hash(Layout())
-
-
-def test_an_axis_that_nothing_runs_on_is_refused_with_a_mesh_that_runs():
-    mesh = build_mesh(MeshSpec(expert=2, tensor=2))
-    with pytest.raises(LayoutRefused, match=r"Training on a mesh with expert=2 .*Use MeshSpec\(fsdp=2, tensor=2\)"):
-        refuse_unsupported_axes(mesh, "Training")
-    refuse_unsupported_axes(build_mesh(MeshSpec(tensor=2, sequence=2, stage=2)), "Training")
 
 
 def test_the_layers_of_a_bank_go_to_their_stages_whatever_their_size():

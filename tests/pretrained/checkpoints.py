@@ -5,13 +5,18 @@ import pathlib
 import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
     *("gpt_neox", "gpt2", "starcoder2", "cohere2", "glm4"),
     *("mamba2", "bamba", "granitemoehybrid"),
+    *SPARSE,
 )
-UNTIED = ("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4", "mamba2", "bamba")
+UNTIED = (
+    *("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4", "mamba2", "bamba"),
+    *("mixtral", "qwen2_moe", "qwen3_moe"),
+)
 
 
 def safetensors_bytes(header, data=b"", length=None):

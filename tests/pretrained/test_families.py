@@ -176,6 +176,12 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("cohere2", {"head_dim": 16}, "head_dim=16"),
         ("cohere2", {"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is in use"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("mixtral", {"num_experts_per_tok": 5}, "top_k=5 exceeds the 4 experts of 1 of 1 groups of 4"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1"),
+        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must not be negative"),
+        ("qwen2_moe", {"mlp_only_layers": [7]}, "mlp_only_layers must list numbers of the 3 layers"),
+        ("qwen3_moe", {"num_experts": 7}, "num_experts and num_local_experts disagree"),
+        ("granitemoe", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported"),
         ("glm4", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads"),
         (
             "mamba2",
@@ -394,6 +400,35 @@ def test_layers_without_rotary_are_every_fourth_or_those_listed(copied):
     assert rotated(no_rope_layers=[0, 1, 0]) == [False, True, False]
     window = {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1, 0], "layer_types": None}
     assert windows(copied("smollm3", **window)) == [7, None, 7]
+
+
+def test_a_balance_loss_counts_where_router_logits_are_put_out(copied):
+    def weight(**fields):
+        return describe(copied("mixtral", **fields)).module.router_training.balance_loss
+
+    assert weight(router_aux_loss_coef=0.02) == 0
+    assert describe(FIXTURES / "qwen3_moe").module.router_training.balance_loss == 0.03  # 0.01 for each of 3 slots
+
+
+def test_layers_with_experts_are_every_second_or_all_but_those_listed(copied):
+    def sparse(**fields):
+        config = json.loads((FIXTURES / "qwen2_moe" / "config.json").read_text()) | fields
+        layers = FAMILIES["qwen2_moe"].translate(Fields(config, "here"))["layers"]
+        return [hasattr(layer.mlp, "num_experts") for layer in layers]
+
+    assert sparse() == [False, True, True]
+    assert sparse(mlp_only_layers=[], decoder_sparse_step=2) == [False, True, False]
+    assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [False, False, False]
+
+
+def test_the_published_config_of_qwen1_5_moe_is_understood(copied):
+    published = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "layer_types": "absent"}
+    assert windows(copied("qwen2_moe", **published)) == [None] * 3
+    used = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": "absent"}
+    config = json.loads((FIXTURES / "qwen2_moe" / "config.json").read_text()) | used
+    config.pop("layer_types")
+    layers = FAMILIES["qwen2_moe"].translate(Fields({**config, "layer_types": None}, "here"))["layers"]
+    assert [layer.attention.window for layer in layers] == [8, None, None]
 
 
 def test_longrope_sharpens_by_the_stretch_of_the_context(copied):

@@ -12,6 +12,7 @@ import pytest
 from dew.nn.attention import AttentionSpec
 from dew.nn.embed import EmbeddingSpec, HeadSpec, scaled_rows
 from dew.nn.mamba2 import Mamba2Spec
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm
 from dew.nn.rope import RotarySpec
 from dew.placement.layout import Layout
@@ -72,7 +73,8 @@ MESHES = [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"tensor": 2}]
 @pytest.mark.parametrize(
     "name, mesh",
     [(name, mesh) for name in ("llama_untied", "qwen3") for mesh in MESHES]
-    + [(name, MESHES[1]) for name in ("gemma2", "gemma3_text")],
+    + [(name, MESHES[1]) for name in ("gemma2", "gemma3_text")]
+    + [("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2}), ("qwen2_moe", {"expert": 2, "fsdp": 2, "sequence": 2})],
 )
 def test_logits_are_the_same_on_every_mesh(name, mesh, reference):
     want = reference(name)
@@ -405,6 +407,54 @@ def scales_of_scans_dropped(mamba):
     mamba["norm_scale"] = 0 * mamba["norm_scale"] + 1
 
 
+def with_experts(module, **fields):
+    """The model with other fields in every router."""
+
+    def changed(layer):
+        if not isinstance(layer.mlp, ExpertsSpec):
+            return layer
+        router = dataclasses.replace(layer.mlp.router, **fields)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router))
+
+    return with_layers(module, changed)
+
+
+def weights_not_divided(module, variables):
+    return with_experts(module, score="softmax", normalise=False), variables
+
+
+def weights_divided(module, variables):
+    return with_experts(module, normalise=True), variables
+
+
+def one_expert_more(module, variables):
+    return with_experts(module, top_k=module.expert_layers[0].router.top_k + 1), variables
+
+
+def expert_gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        experts = params[f"layers_{index}"]["mlp"].get("experts", {"gate_proj": 0, "up_proj": 0})
+        experts["gate_proj"], experts["up_proj"] = experts["up_proj"], experts["gate_proj"]
+    return module, view.stack({"params": params})
+
+
+def experts_reversed(module, variables):
+    def turned(path, leaf):
+        return leaf[..., ::-1, :, :] if "experts" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(turned, variables)
+
+
+def shared_perceptron_ungated(module, variables):
+    def opened(path, leaf):
+        return jnp.zeros_like(leaf) if "shared_gate" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(opened, variables)
+
+
+EXPERTS = [one_expert_more, expert_gates_swapped, experts_reversed]
 EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
 SCANS = [
     *(written_and_read_swapped, gate_and_values_swapped, taps_reversed, skips_dropped, decays_doubled),
@@ -462,6 +512,10 @@ MUTATIONS = {
         rotary_everywhere,
         norms_of_the_mean_square,
     ],
+    "mixtral": [*EXPERTS, weights_not_divided, window_one_longer, window_one_shorter],
+    "qwen2_moe": [*EXPERTS, weights_divided, shared_perceptron_ungated, windows_everywhere, biases_dropped],
+    "qwen3_moe": [*EXPERTS, weights_not_divided, head_norms_swapped],
+    "granitemoe": [*EXPERTS, weights_not_divided, full_residuals, unscaled_embeddings, unscaled_logits],
     "glm4": [halves_rotated, whole_heads_rotated, outer_norms_swapped, biases_dropped, gates_swapped],
     "mamba2": [*SCANS, scans_normalised_together, unbounded_steps, biases_dropped],
     "bamba": [*SCANS, whole_heads_rotated, biases_dropped, gates_swapped],

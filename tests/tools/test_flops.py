@@ -12,7 +12,7 @@ from dew.training.trainer import Trainer
 from tools import flops
 from tools.collectives import llama_like
 
-ROWS, LENGTH = 8, 32
+ROWS, LENGTH = 16, 32
 SHAPE = {"layers": 2, "width": 64, "heads": 8, "mlp": 160, "vocab": 112, "length": LENGTH}
 BATCH = {"tokens": np.ones((ROWS, LENGTH + 1), np.int32)}
 
@@ -65,6 +65,17 @@ def test_each_device_computes_its_even_share(mesh, alone):
     # Part by part: one part that is whole must not hide behind another.
     even = {part: total / 8 for part, total in alone.by_part().items()}
     assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+def test_stages_compute_their_idle_turns_too(alone):
+    # Every tick runs a stage, on zeros where no microbatch is there: M + S - 1 turns for M. The loss splits evenly.
+    stages, microbatches = 2, 4
+    found, _ = step(MeshSpec(stage=stages, fsdp=2, microbatches=microbatches))
+    parts, whole = found.by_part(), alone.by_part()
+    assert parts.pop("vocabulary") == pytest.approx(whole["vocabulary"] / 8, rel=0.05)
+    turns = (microbatches + stages - 1) / microbatches
+    blocks = sum(whole.values()) - whole["vocabulary"]
+    assert sum(parts.values()) == pytest.approx(turns * blocks / 8, rel=0.05)
 
 
 def test_heads_that_do_not_divide_are_computed_whole_and_the_table_says_so(alone):

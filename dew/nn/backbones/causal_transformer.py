@@ -8,6 +8,7 @@ own name, not on the banks.
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,9 +26,11 @@ from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
 from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility, causal_visibility, document_starts
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.rope import RotarySpec, Tables, rotary_tables
+from dew.nn.router import BALANCE_BIAS, RouterTraining, Routing
 from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.gpipe import through_stages
@@ -61,6 +64,7 @@ class CausalTransformer(nn.Module):
         sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
             "ring" or "banded" for every layer.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
+        router_training: What trains the routers beside the loss of the tokens.
     """
 
     vocab_size: int
@@ -79,6 +83,7 @@ class CausalTransformer(nn.Module):
     attention_impl: Implementation = "auto"
     sequence_impl: SequenceImplementation = "auto"
     schedule: Schedule = "gpipe"
+    router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
@@ -159,22 +164,54 @@ class CausalTransformer(nn.Module):
                     "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
                     "LanguageModel only. Use schedule='gpipe' for another loss."
                 )
-            x, _ = self._run_stages(pipeline, tokens, positions, segment_ids)
-            return self._normed(x)
+            return self._run_stages(pipeline, tokens, positions, segment_ids, None)[0]
         if cache is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-            x = self._embedded(tokens, positions)
-            x = self._run_layers(x, self._surroundings(tokens.shape[1], segment_ids), self._tables(positions))
-            return self._normed(x)
+            return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
             positions = jnp.maximum(start + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
         x, cache = self._embedded(tokens, positions), cache.marked(real)
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
-        around = Surroundings(visibility, real=None if segment_ids is None else real)
+        given = None if segment_ids is None else real
+        around = Surroundings(visibility, real=given, is_token=given)
         x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
         return self._normed(x), cache
+
+    def routed_hidden_states(
+        self,
+        tokens: Int[Array, "B T"],
+        counted: Float[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Routing, ...]]:
+        """Compute the output of the last norm and what the routers say.
+
+        Args:
+            tokens: Token ids.
+            counted: Weight of each token in the statistics; padding and tokens without weight do not count.
+            positions: As `__call__`.
+            segment_ids: As `__call__`.
+
+        Returns:
+            Hidden states, and the statistics of each layer with experts, first to last.
+        """
+        return self._whole(tokens, positions, segment_ids, counted)
+
+    def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
+        """Run the model on whole sequences."""
+        pipeline = None if self.is_initializing() else current_pipeline()
+        if pipeline is not None:
+            return self._run_stages(pipeline, tokens, positions, segment_ids, counted)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        around = self._surroundings(tokens.shape[1], segment_ids, counted)
+        x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
+        return self._normed(x), routing
+
+    @property
+    def expert_layers(self) -> tuple[ExpertsSpec, ...]:
+        """The experts of the layers that have them, first to last."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -264,7 +301,7 @@ class CausalTransformer(nn.Module):
         """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
 
         def cast(path: Any, weight: Array) -> Array:
-            return weight if path[-1].key in WIDE_WEIGHTS else weight.astype(self.dtype)
+            return weight if path[-1].key in (*WIDE_WEIGHTS, BALANCE_BIAS) else weight.astype(self.dtype)
 
         weights = jax.tree.map_with_path(cast, weights)
         return gather_weights(weights, logical_names(part))
@@ -311,31 +348,45 @@ class CausalTransformer(nn.Module):
 
         return block
 
-    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> Array:
+    def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> tuple[Array, tuple[Routing, ...]]:
         """Run all blocks on whole sequences."""
+        routing: dict[int, Routing] = {}
         for segment in self._segments():
             weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x = self._run_segment(segment, weights, x, around, tables)
-        return x
+            x, said = self._run_segment(segment, weights, x, around, tables)
+            for run, each in zip(segment.runs, said, strict=True):
+                routing |= _by_layer(run, each, segment.repeats > 1)
+        return x, tuple(routing[index] for index in sorted(routing))
 
-    def _surroundings(self, num_tokens: int, segment_ids: Int[Array, "B T"] | None) -> Surroundings:
+    def _surroundings(self, num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
         """Say what blocks need to know of whole sequences."""
-        return Surroundings(causal_visibility(num_tokens, segment_ids), starts=document_starts(segment_ids))
+        starts = document_starts(segment_ids)
+        return Surroundings(
+            causal_visibility(num_tokens, segment_ids),
+            starts=starts,
+            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
+            counted=counted,
+            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
+        )
 
-    def _run_segment(self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict) -> Array:
-        """Run a segment's blocks, a loop where its banks hold several layers."""
+    def _run_segment(
+        self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
+    ) -> tuple[Array, list[Routing | None]]:
+        """Run a segment's blocks, a loop where its banks hold several layers: x, and what each run's routers say."""
         in_loop = segment.repeats > 1
         blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
 
         def turn(x, weights):
+            said = []
             for block, own in zip(blocks, weights, strict=True):
-                x, _ = block(x, own)
-            return x, None
+                x, _, own_routing = block(x, own)
+                said.append(own_routing)
+            return x, said
 
-        x, _ = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
+        x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
         # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
         # back, GSPMD carries that split into every block and gathers weights and activations there.
-        return constrain(x, RESIDUAL_NAMES)
+        return constrain(x, RESIDUAL_NAMES), said
 
     def check_stages(self, stages: int) -> None:
         """Check that the layers divide into pipeline stages.
@@ -346,15 +397,32 @@ class CausalTransformer(nn.Module):
         Raises:
             LayoutRefused: If they do not; the error says what does.
         """
-        staged_segment(self._segments(), stages, is_banked=self.scan_layers)
+        self._staged(stages)
 
-    def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> tuple[Array, Any]:
-        """Embed, and run all blocks as the stages of a pipeline: the last stage's output and what the stages say."""
-        given = {"positions": positions, "segment_ids": segment_ids}
+    def _staged(self, stages: int) -> Segment:
+        """Give the loop that the stages share."""
+        return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
+
+    def _run_stages(
+        self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any, counted: Any
+    ) -> tuple[Array, tuple[Routing, ...]]:
+        """Run the model with its blocks as the stages of a pipeline."""
+        given = {"positions": positions, "segment_ids": segment_ids, "weights": counted}
         given = {name: value for name, value in given.items() if value is not None}
-        counted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x = self._embedded(tokens, given.get("positions", counted))
-        return through_stages(pipeline, self._stage(pipeline, counted), self._stage_weights(pipeline), x, given)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        x = self._embedded(tokens, given.get("positions", places))
+        x, said = through_stages(pipeline, self._stage(pipeline, places), self._stage_weights(pipeline), x, given)
+        return self._normed(x), self._staged_routing(pipeline, said)
+
+    def _staged_routing(self, pipeline: Pipeline, said: list[Any]) -> tuple[Routing, ...]:
+        """Give each layer what its router said, from what the stages say of their layers."""
+        segment = self._staged(pipeline.stages)
+        routing: dict[int, Routing] = {}
+        lead = 1 if segment.repeats == pipeline.stages else 2
+        for run, each in zip(segment.runs, said, strict=True):
+            layers = jax.tree.map(lambda leaf: leaf.reshape(segment.repeats, *leaf.shape[lead:]), each)
+            routing |= _by_layer(run, layers, is_stacked=True)
+        return tuple(routing[index] for index in sorted(routing))
 
     @property
     def scores_in_schedule(self) -> bool:
@@ -368,7 +436,8 @@ class CausalTransformer(nn.Module):
         weights: Float[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        router_loss: Callable[[tuple[Routing, ...]], Array] | None = None,
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], tuple[Routing, ...]]:
         """Sum the weighted cross entropies of a batch, with gradients computed in the order of the pipeline's schedule.
 
         Args:
@@ -377,9 +446,10 @@ class CausalTransformer(nn.Module):
             weights: Weight of each position.
             positions: As `__call__`'s.
             segment_ids: As `__call__`'s.
+            router_loss: What the statistics of the routers add to the sum, a linear function; None adds nothing.
 
         Returns:
-            As `dew.parallel.vocabulary.sharded_token_loss`.
+            As `dew.parallel.vocabulary.sharded_token_loss`, and the statistics of each layer with experts.
 
         Raises:
             ValueError: If the mesh in context has no stages, the rows do not divide into microbatches, or the model
@@ -399,11 +469,11 @@ class CausalTransformer(nn.Module):
         given |= {} if segment_ids is None else {"segment_ids": segment_ids}
         banked = {bank_name(run) for run in self._runs()}
         outer = {name: self._weights(name) for name in self._parts() if name not in banked}
-        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]))
-        total, ((correct, mass), _) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
-        return total, correct, mass
+        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]), router_loss)
+        total, ((correct, mass), said) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        return total, correct, mass, self._staged_routing(pipeline, said)
 
-    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int]) -> StagedModel:
+    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int], router_loss: Any) -> StagedModel:
         """Give a schedule the model's pure functions, for microbatches of a shape [rows, T]."""
         parts, mesh = self._parts(), pipeline.mesh
         head = "embed_tokens" if self.tie_embeddings else "lm_head"
@@ -436,23 +506,27 @@ class CausalTransformer(nn.Module):
                 for own, of_run in zip(weights, names, strict=True)
             ]
 
-        return StagedModel(prepare, embed, self._stage(pipeline, counted), lambda said: 0.0, score, pinned)
+        def extra(said):
+            routing = self._staged_routing(pipeline, said)
+            return router_loss(routing) if routing and router_loss is not None else 0.0
+
+        return StagedModel(prepare, embed, self._stage(pipeline, counted), extra, score, pinned)
 
     def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
         """View the banks as the stages that hold them."""
-        segment = staged_segment(self._segments(), pipeline.stages, is_banked=self.scan_layers)
+        segment = self._staged(pipeline.stages)
         return pipeline.by_stage([self._weights(bank_name(run)) for run in segment.runs])
 
     def _stage(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> Any:
         """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> (x, sums)."""
-        segment = staged_segment(self._segments(), pipeline.stages, is_banked=self.scan_layers)
+        segment = self._staged(pipeline.stages)
         share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
 
         def stage(weights, x, given):
-            around = self._surroundings(x.shape[1], given.get("segment_ids"))
+            around = self._surroundings(x.shape[1], given.get("segment_ids"), given.get("weights"))
             if share.repeats == 1:
                 weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted))), ()
+            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))
 
         return stage
 
@@ -471,7 +545,7 @@ class CausalTransformer(nn.Module):
                 bank, place = places[run[0]]
                 step = places[run[-1]][1] - place
                 layer = place + (number * (step // (len(run) - 1)) if len(run) > 1 else 0)
-                x, window = block(x, own, banks[bank].window(layer, cache.index))
+                x, window, _ = block(x, own, banks[bank].window(layer, cache.index))
                 banks = (*banks[:bank], window.bank, *banks[bank + 1 :])
             return (x, banks), None
 
@@ -486,3 +560,12 @@ class CausalTransformer(nn.Module):
                 carry, _ = step(carry, (0, weights))
         x, banks = carry
         return x, cache.replace(banks=banks, index=cache.index + x.shape[1])
+
+
+def _by_layer(run: tuple[int, ...], routing: Routing | None, is_stacked: bool) -> dict[int, Routing]:
+    """Give each layer of a run what its router said."""
+    if routing is None:
+        return {}
+    if not is_stacked:
+        return {run[0]: routing}
+    return {layer: jax.tree.map(lambda leaf, place=place: leaf[place], routing) for place, layer in enumerate(run)}

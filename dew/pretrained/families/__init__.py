@@ -15,15 +15,19 @@ from dew.pretrained.families import (
     gpt2,
     gpt_neox,
     granite,
+    granitemoe,
     granitemoehybrid,
     llama,
     mamba2,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
     starcoder2,
 )
@@ -36,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         *(llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3),
         *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
+        *(mixtral, qwen3_moe, qwen2_moe, granitemoe),
         *(mamba2, bamba, granitemoehybrid),
     )
 }

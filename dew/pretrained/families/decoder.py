@@ -225,13 +225,32 @@ def layer_config(
         ValueError: If the blocks differ in a field.
     """
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+
+    def with_mlp(layer: LayerSpec) -> Mapping[str, Any]:
+        mlp = dense_mlp(layer)
+        return {"intermediate_size": mlp.features, activation: names[mlp.activation], **own(layer)}
+
+    return block_config(module, with_mlp, eps=eps)
+
+
+def block_config(
+    module: CausalTransformer, own: Callable[[LayerSpec], Mapping[str, Any]], *, eps: str = "rms_norm_eps"
+) -> dict[str, Any]:
+    """Write what the config states once for all blocks, whatever follows their attention.
+
+    Args:
+        module: The model.
+        own: Further fields of a block.
+        eps: Name of the norms' epsilon.
+
+    Raises:
+        ValueError: If the blocks differ in a field.
+    """
     per_layer = [
         {
-            "intermediate_size": dense_mlp(layer).features,
             "num_attention_heads": layer.attention.num_heads,
             "num_key_value_heads": layer.attention.num_kv_heads,
             "head_dim": layer.attention.head_dim,
-            activation: names[dense_mlp(layer).activation],
             eps: layer.norm.eps,
             **own(layer),
         }
@@ -244,10 +263,10 @@ def dense_mlp(layer: LayerSpec) -> MlpSpec:
     """Give the perceptron of a block for a config that has one in every block.
 
     Raises:
-        ValueError: If the block has none.
+        ValueError: If the block has none, or experts.
     """
-    if layer.mlp is None:
-        raise ValueError("the config has an mlp in every layer. Received: a layer with mlp=None")
+    if not isinstance(layer.mlp, MlpSpec):
+        raise ValueError(f"the config has a perceptron in every layer. Received: a layer with mlp={layer.mlp}")
     return layer.mlp
 
 

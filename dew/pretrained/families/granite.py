@@ -60,10 +60,14 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     )
     if config.pop("head_dim") * config["num_attention_heads"] != module.features:
         raise ValueError("a Granite config takes the width of a head from that of the model")
+    return {**model_config(module), **config, **factors_config(module)}
+
+
+def factors_config(module: CausalTransformer) -> dict[str, Any]:
+    """Write the factors outside the blocks."""
     # Fifteen digits undo the rounding of one over the divisor.
     divisor = float(f"{1.0 / module.head.scale:.15g}")
-    factors = {"embedding_multiplier": module.embedding.scale, "logits_scaling": divisor}
-    return {**model_config(module), **config, **factors}
+    return {"embedding_multiplier": module.embedding.scale, "logits_scaling": divisor}
 
 
 FAMILY = Family(

@@ -1,0 +1,181 @@
+"""Training with experts: any mesh is one device, every token counts once, biases move by their own rate."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dew.inference.decode import generate
+from dew.nn.mlp import MlpSpec
+from dew.nn.moe import ExpertsSpec
+from dew.nn.router import RouterSpec, RouterTraining
+from dew.objectives.language import LanguageModel
+from dew.placement.layout import Layout
+from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.rules import DEFAULT_RULES
+from dew.training.optimizer import make_optimizer
+from dew.training.step import batch_gradients
+from dew.training.trainer import Trainer
+from dew.tree import named_leaves
+from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
+
+RULES = (*DEFAULT_RULES, ("norm", "tensor"), ("router", "tensor"))
+EXPERTS = ExpertsSpec(
+    num_experts=8,
+    features=32,
+    router=RouterSpec(top_k=2, score="sigmoid", normalise=True, balance_bias=True),
+    shared=MlpSpec(features=32),
+)
+DENSE = tiny_layer(num_kv_heads=4)
+MIXED = dataclasses.replace(DENSE, mlp=EXPERTS)
+LAYERS = (DENSE, MIXED, MIXED, MIXED)
+RATE = 0.01
+TRAINING = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=RATE)
+MESHES = {
+    "expert=4": MeshSpec(expert=4),
+    "expert=2 fsdp=2 tensor=2": MeshSpec(expert=2, fsdp=2, tensor=2),
+    "expert=2 fsdp=2 sequence=2": MeshSpec(expert=2, fsdp=2, sequence=2),
+}
+
+
+@functools.cache
+def trainer(name=None, *, accumulation=1, training=TRAINING, optimizer="adamw", **fields) -> Trainer:
+    module = tiny_decoder(layers=LAYERS, router_training=training, **fields)
+    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else build_mesh(MESHES[name])
+    # Only experts are split on an expert axis; the rest of the model is whole there unless another axis takes it.
+    layout = Layout(rules=RULES, min_shard=1, tolerance=1.0 if name == "expert=4" else 0)
+    chosen = make_optimizer(optimizer, 1e-2, clip_norm=1.0, **({"eps": 1e-2} if optimizer == "adamw" else {}))
+    return Trainer(LanguageModel(module), chosen, mesh=mesh, layout=layout, accumulation=accumulation)
+
+
+def batch(seed=0, rows=8):
+    """Draw packed rows of two documents and padding, with scored tokens as `tiny_batch` has them."""
+    drawn = tiny_batch(rows=rows, length=24, seed=seed)
+    segments = np.where(np.arange(25) < 9, 1, np.where(np.arange(25) < 20, 2, 0))
+    return {**drawn, "segment_ids": np.broadcast_to(segments, drawn["tokens"].shape)}
+
+
+def weights(run):
+    """Give weights whose routers are decided, so that rounding does not change a choice."""
+    state = run.place()
+    enlarge = lambda path, leaf: leaf * 30 if path[-2].key == "router" else leaf  # noqa: E731
+    return jax.tree_util.tree_map_with_path(enlarge, state.variables)
+
+
+@functools.cache
+def scored(name=None, **fields):
+    run = trainer(name, **fields)
+    differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
+    with run.context():
+        output, gradients = differentiate(weights(run), run.place_batch(batch()), jax.random.key(0))
+    statistics = {"loss": output.loss, **output.metrics}
+    return jax.device_get(statistics), named_leaves(jax.device_get(gradients))
+
+
+def assert_equal(got, want):
+    for name, ratio in want[0].items():
+        np.testing.assert_allclose(got[0][name].total, ratio.total, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(got[0][name].mass, ratio.mass, rtol=1e-6, err_msg=name)
+    assert len(got[1]) > 0
+    for path, value in got[1].items():
+        expected = want[1][path]
+        scale = np.abs(expected).max()
+        assert scale > 0, f"{path} is zero: the test could not fail"
+        np.testing.assert_allclose(value, expected, rtol=0, atol=2e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_loss_metrics_and_every_gradient_equal_those_of_one_device(name):
+    assert_equal(scored(name), scored())
+
+
+def by_layer(run, leaves):
+    view = run.stacks
+    return {
+        path: np.asarray(leaf if len(view.logical_paths(stored)) == 1 else leaf[place])
+        for stored, leaf in leaves.items()
+        for place, path in enumerate(view.logical_paths(stored))
+    }
+
+
+@pytest.mark.parametrize("fields", [{"scan_layers": False}, {"remat": "full"}], ids=str)
+def test_scan_and_recomputation_change_nothing(fields):
+    got, want = scored(**fields), scored()
+    logical = by_layer(trainer(**fields), got[1]), by_layer(trainer(), want[1])
+    assert logical[0].keys() == logical[1].keys()
+    assert_equal((got[0], logical[0]), (want[0], logical[1]))
+
+
+@pytest.mark.parametrize("fields", [{}, {"remat": "full"}], ids=str)
+def test_the_gradient_of_a_balance_bias_counts_each_scored_token_once(fields):
+    statistics, gradients = scored(**fields)
+    scored_tokens = LanguageModel(trainer().objective.module).prepare(batch())["weights"].sum()
+    load = statistics["expert_load"].total
+    np.testing.assert_allclose(load.sum(axis=1), 2 * scored_tokens)
+    biases = {p: g for p, g in by_layer(trainer(**fields), gradients).items() if p.endswith("balance_bias")}
+    assert sorted(biases) == [f"layers_{i}/mlp/router/balance_bias" for i in (1, 2, 3)]
+    for excess, (_, gradient) in zip(load - load.mean(axis=1, keepdims=True), sorted(biases.items()), strict=True):
+        np.testing.assert_allclose(gradient, excess, atol=1e-3)
+        assert np.abs(gradient).max() > 1
+
+
+def trained(run, batches):
+    start = run.place(weights(run))
+    loop = run.loop(start)
+    results = [result.read() for result in loop.run(batches)]
+    return results, named_leaves(jax.device_get(loop.state.variables))
+
+
+def test_two_batches_in_a_window_are_one_batch_of_their_rows():
+    first, second = batch(0, 4), batch(1, 4)
+    both = {name: np.concatenate([first[name], second[name]]) for name in first}
+    _, want = trained(trainer(), [both])
+    results, got = trained(trainer(accumulation=2), [first, second])
+    moved = 0
+    start = named_leaves(jax.device_get(weights(trainer())))
+    for path, value in want.items():
+        np.testing.assert_allclose(got[path], value, rtol=0, atol=2e-5 * max(np.abs(value).max(), 1e-3), err_msg=path)
+        if path.endswith("balance_bias"):
+            steps = np.abs(got[path] - start[path])
+            assert np.all(np.isclose(steps, RATE) | (steps == 0)), path
+            moved += np.count_nonzero(steps)
+    assert moved > 12
+    report = trainer().objective.report(results[0])
+    assert 1 < report["expert_load_max"] <= 4
+    assert report["dropped_slots"] == 0
+
+
+def test_biases_without_a_rate_stay_whatever_the_optimizer_does():
+    run = trainer(training=RouterTraining(), optimizer="adamw")
+    start = weights(run)
+    start = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + 1.0 if path[-1].key == "balance_bias" else leaf, start
+    )
+    before = named_leaves(jax.device_get(start))
+    loop = run.loop(run.place(start))
+    list(loop.run([batch()]))
+    after = named_leaves(jax.device_get(loop.state.variables))
+    for path, value in before.items():
+        if path.endswith("balance_bias"):
+            np.testing.assert_array_equal(after[path], value, err_msg=path)
+        elif path.endswith("kernel"):
+            assert np.any(after[path] != value), path
+
+
+@pytest.mark.parametrize("field", ["balance_loss", "z_loss", "bias_rate"])
+def test_a_negative_weight_of_a_router_loss_is_refused(field):
+    with pytest.raises(ValueError, match=rf"{field} must not be negative\. Received: {field}=-1"):
+        RouterTraining(**{field: -1})
+
+
+def test_tokens_generated_on_an_expert_axis_are_those_of_one_device():
+    prompts = [row[: 3 + n].tolist() for n, row in enumerate(tiny_batch(rows=4, length=6)["tokens"])]
+
+    def tokens(name):
+        run = trainer(name)
+        return generate(run.objective.module, weights(run), prompts, max_new_tokens=6, layout=run.layout).tokens
+
+    got, want = tokens("expert=2 fsdp=2 tensor=2"), tokens(None)
+    assert all(np.array_equal(one, other) for one, other in zip(got, want, strict=True))
