@@ -189,6 +189,7 @@ def generate(
         TypeError: If a prompt is not a list of ids, or sampling is no strategy.
         ValueError: If a prompt is empty, does not fit the context or leaves the vocabulary, if a draw is asked for
             without a key, or if the mesh is not the variables'.
+        LayoutRefused: If pipeline stages hold the variables in parts: who owns them moves them first.
         FloatingPointError: If the model's logits stopped being numbers.
     """
     draw = _checked_draw(as_sampling(sampling), key)

@@ -7,6 +7,7 @@ over devices, so no device needs its neighbour's first token.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -102,18 +103,18 @@ class LanguageModel:
         total, correct, mass, routing = self._scored(variables, batch, key, train)
         metrics = {"token_accuracy": Ratio(correct, mass)}
         if routing:
-            total = total + router_loss(routing, self.module.router_training)
             metrics |= routing_metrics(routing, self.module.expert_layers)
         return LossOutput(Ratio(total, mass), metrics)
 
     def _scored(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...]]:
-        """Sum the cross entropies, the tokens that are predicted and the weights; ask routers where there are any."""
+        """Sum the losses, the tokens that are predicted and the weights; ask routers where there are any."""
         documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
         if train and getattr(self.module, "scores_in_schedule", False):
             scored = (batch["inputs"], batch["targets"], batch["weights"])
-            return *self.module.apply(variables, *scored, **documents, method="token_loss"), ()
+            added = functools.partial(router_loss, training=self.module.router_training)
+            return self.module.apply(variables, *scored, **documents, router_loss=added, method="token_loss")
         if getattr(self.module, "expert_layers", ()):
             counted = (batch["inputs"], batch["weights"])
             hidden, routing = self.module.apply(variables, *counted, **documents, method="routed_hidden_states")
@@ -125,7 +126,8 @@ class LanguageModel:
         mesh = jax.sharding.get_abstract_mesh()
         scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
         sums = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
-        return *sums, routing
+        total, *further = sums
+        return total + router_loss(routing, self.module.router_training) if routing else total, *further, routing
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.

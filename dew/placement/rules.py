@@ -44,6 +44,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     ("kv", "tensor"),
     ("ssm_heads", "tensor"),
     ("ssm_groups", "tensor"),
+    ("ssm_state", "tensor"),
     ("mlp", "tensor"),
     ("vocab", "tensor"),
     ("embed", "fsdp"),

@@ -1,6 +1,5 @@
 """A layer of experts equals a loop over tokens and slots, on one device and on every mesh, every gradient leaf."""
 
-import dataclasses
 import functools
 
 import flax
@@ -13,12 +12,10 @@ from flax import linen as nn
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import Experts, ExpertsSpec
 from dew.nn.router import RouterSpec
-from dew.parallel.stages import refuse_unstaged
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.tree import named_leaves
 from tests.nn.slow_experts import slow_choice, slow_experts
-from tests.tiny import tiny_decoder, tiny_layer
 
 B, T, D, F, E = 8, 16, 16, 24, 8
 PLAIN = ExpertsSpec(num_experts=E, features=F, router=RouterSpec(top_k=2))
@@ -221,12 +218,6 @@ def test_an_expert_axis_that_does_not_divide_the_experts_is_refused():
         pytest.raises(LayoutRefused, match=r"expert=4 does not divide the 6 experts.*one of \[1, 2, 3, 6\]"),
     ):
         jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((4, 4, D)))
-
-
-def test_experts_in_a_pipeline_are_refused():
-    layers = (dataclasses.replace(tiny_layer(), mlp=PLAIN),) * 2
-    with pytest.raises(LayoutRefused, match=r"experts do not run on a mesh with stage=2: .*MeshSpec\(expert=2\)"):
-        refuse_unstaged(build_mesh(MeshSpec(stage=2)), tiny_decoder(layers=layers))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ CASES = {
     "gather": Case(mesh=MeshSpec(sequence=8), path="gather", sinks=True, softcap=3.0),
     "gather over tensor, one kv head": Case(mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1),
     "gather unpacked": Case(mesh=MeshSpec(fsdp=4, sequence=2), path="gather", heads=3, kv_heads=3, packed=False),
-    "gather a window": Case(mesh=MeshSpec(sequence=8), path="gather", window=10, named="gather"),
+    "gather a window": Case(mesh=MeshSpec(sequence=8), path="gather", window=12, named="gather"),
     "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", sinks=True, softcap=3.0),
     "ring over tensor, one kv head": Case(
         mesh=MeshSpec(tensor=2, sequence=4), path="ring", named="ring", kv_heads=1, packed=False

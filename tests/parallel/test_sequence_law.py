@@ -27,13 +27,17 @@ MESHES = {
     "fsdp=2 tensor=2 sequence=2": MeshSpec(fsdp=2, tensor=2, sequence=2),
     "tensor=2 sequence=4": MeshSpec(tensor=2, sequence=4),  # 2 heads on a device: gathered
 }
+FIELDS = {
+    # Gathered weights and recomputed blocks around an exchange with a backward pass of its own.
+    "fsdp=2 sequence=4": {"sequence_impl": "ring", "remat": "full"},
+}
 RTOL = 1e-5
 
 
 @functools.cache
 def trainer(name: str | None) -> Trainer:
-    layers = (tiny_layer(num_kv_heads=2), tiny_layer(num_kv_heads=2, window=9))
-    module = tiny_decoder(layers=layers, norm=NormSpec(eps=1e-5))
+    layers = (tiny_layer(sinks=True), tiny_layer(window=9), tiny_layer(chunk=11))
+    module = tiny_decoder(layers=layers, norm=NormSpec(eps=1e-5), **FIELDS.get(name, {}))
     mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else build_mesh(MESHES[name])
     return Trainer(
         LanguageModel(module),

@@ -8,6 +8,7 @@ own name, not on the banks.
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,6 @@ from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline, current_pipeline
 from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
-from dew.placement.layout import LayoutRefused
 from dew.placement.stacks import Bank, StackView
 
 __all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
@@ -164,8 +164,7 @@ class CausalTransformer(nn.Module):
                     "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
                     "LanguageModel only. Use schedule='gpipe' for another loss."
                 )
-            x, _ = self._run_stages(pipeline, tokens, positions, segment_ids)
-            return self._normed(x)
+            return self._run_stages(pipeline, tokens, positions, segment_ids, None)[0]
         if cache is None:
             return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
@@ -201,6 +200,9 @@ class CausalTransformer(nn.Module):
 
     def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
         """Run the model on whole sequences."""
+        pipeline = None if self.is_initializing() else current_pipeline()
+        if pipeline is not None:
+            return self._run_stages(pipeline, tokens, positions, segment_ids, counted)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         around = self._surroundings(tokens.shape[1], segment_ids, counted)
         x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
@@ -351,8 +353,9 @@ class CausalTransformer(nn.Module):
         routing: dict[int, Routing] = {}
         for segment in self._segments():
             weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x, own = self._run_segment(segment, weights, x, around, tables)
-            routing |= own
+            x, said = self._run_segment(segment, weights, x, around, tables)
+            for run, each in zip(segment.runs, said, strict=True):
+                routing |= _by_layer(run, each, segment.repeats > 1)
         return x, tuple(routing[index] for index in sorted(routing))
 
     def _surroundings(self, num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
@@ -368,8 +371,8 @@ class CausalTransformer(nn.Module):
 
     def _run_segment(
         self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
-    ) -> tuple[Array, dict[int, Routing]]:
-        """Run a segment's blocks, a loop where its banks hold several layers."""
+    ) -> tuple[Array, list[Routing | None]]:
+        """Run a segment's blocks, a loop where its banks hold several layers: x, and what each run's routers say."""
         in_loop = segment.repeats > 1
         blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
 
@@ -381,12 +384,9 @@ class CausalTransformer(nn.Module):
             return x, said
 
         x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
-        routing: dict[int, Routing] = {}
-        for run, each in zip(segment.runs, said, strict=True):
-            routing |= _by_layer(run, each, in_loop)
         # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
         # back, GSPMD carries that split into every block and gathers weights and activations there.
-        return constrain(x, RESIDUAL_NAMES), routing
+        return constrain(x, RESIDUAL_NAMES), said
 
     def check_stages(self, stages: int) -> None:
         """Check that the layers divide into pipeline stages.
@@ -400,21 +400,29 @@ class CausalTransformer(nn.Module):
         self._staged(stages)
 
     def _staged(self, stages: int) -> Segment:
-        """Give the loop that the stages share, refusing what does not run in stages."""
-        if self.expert_layers:
-            raise LayoutRefused(
-                f"experts do not run on a mesh with stage={stages}: what their routers say does not travel between "
-                f"stages. Use MeshSpec(expert={stages}) where it divides the experts, or fsdp={stages}."
-            )
+        """Give the loop that the stages share."""
         return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
 
-    def _run_stages(self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any) -> tuple[Array, Any]:
-        """Embed, and run all blocks as the stages of a pipeline: the last stage's output and what the stages say."""
-        given = {"positions": positions, "segment_ids": segment_ids}
+    def _run_stages(
+        self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any, counted: Any
+    ) -> tuple[Array, tuple[Routing, ...]]:
+        """Run the model with its blocks as the stages of a pipeline."""
+        given = {"positions": positions, "segment_ids": segment_ids, "weights": counted}
         given = {name: value for name, value in given.items() if value is not None}
-        counted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x = self._embedded(tokens, given.get("positions", counted))
-        return through_stages(pipeline, self._stage(pipeline, counted), self._stage_weights(pipeline), x, given)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        x = self._embedded(tokens, given.get("positions", places))
+        x, said = through_stages(pipeline, self._stage(pipeline, places), self._stage_weights(pipeline), x, given)
+        return self._normed(x), self._staged_routing(pipeline, said)
+
+    def _staged_routing(self, pipeline: Pipeline, said: list[Any]) -> tuple[Routing, ...]:
+        """Give each layer what its router said, from what the stages say of their layers."""
+        segment = self._staged(pipeline.stages)
+        routing: dict[int, Routing] = {}
+        lead = 1 if segment.repeats == pipeline.stages else 2
+        for run, each in zip(segment.runs, said, strict=True):
+            layers = jax.tree.map(lambda leaf: leaf.reshape(segment.repeats, *leaf.shape[lead:]), each)
+            routing |= _by_layer(run, layers, is_stacked=True)
+        return tuple(routing[index] for index in sorted(routing))
 
     @property
     def scores_in_schedule(self) -> bool:
@@ -428,7 +436,8 @@ class CausalTransformer(nn.Module):
         weights: Float[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        router_loss: Callable[[tuple[Routing, ...]], Array] | None = None,
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], tuple[Routing, ...]]:
         """Sum the weighted cross entropies of a batch, with gradients computed in the order of the pipeline's schedule.
 
         Args:
@@ -437,9 +446,10 @@ class CausalTransformer(nn.Module):
             weights: Weight of each position.
             positions: As `__call__`'s.
             segment_ids: As `__call__`'s.
+            router_loss: What the statistics of the routers add to the sum, a linear function; None adds nothing.
 
         Returns:
-            As `dew.parallel.vocabulary.sharded_token_loss`.
+            As `dew.parallel.vocabulary.sharded_token_loss`, and the statistics of each layer with experts.
 
         Raises:
             ValueError: If the mesh in context has no stages, the rows do not divide into microbatches, or the model
@@ -459,11 +469,11 @@ class CausalTransformer(nn.Module):
         given |= {} if segment_ids is None else {"segment_ids": segment_ids}
         banked = {bank_name(run) for run in self._runs()}
         outer = {name: self._weights(name) for name in self._parts() if name not in banked}
-        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]))
-        total, ((correct, mass), _) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
-        return total, correct, mass
+        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]), router_loss)
+        total, ((correct, mass), said) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
+        return total, correct, mass, self._staged_routing(pipeline, said)
 
-    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int]) -> StagedModel:
+    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int], router_loss: Any) -> StagedModel:
         """Give a schedule the model's pure functions, for microbatches of a shape [rows, T]."""
         parts, mesh = self._parts(), pipeline.mesh
         head = "embed_tokens" if self.tie_embeddings else "lm_head"
@@ -496,7 +506,11 @@ class CausalTransformer(nn.Module):
                 for own, of_run in zip(weights, names, strict=True)
             ]
 
-        return StagedModel(prepare, embed, self._stage(pipeline, counted), lambda said: 0.0, score, pinned)
+        def extra(said):
+            routing = self._staged_routing(pipeline, said)
+            return router_loss(routing) if routing and router_loss is not None else 0.0
+
+        return StagedModel(prepare, embed, self._stage(pipeline, counted), extra, score, pinned)
 
     def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
         """View the banks as the stages that hold them."""
@@ -509,10 +523,10 @@ class CausalTransformer(nn.Module):
         share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
 
         def stage(weights, x, given):
-            around = self._surroundings(x.shape[1], given.get("segment_ids"))
+            around = self._surroundings(x.shape[1], given.get("segment_ids"), given.get("weights"))
             if share.repeats == 1:
                 weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))[0], ()
+            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))
 
         return stage
 
