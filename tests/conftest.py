@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -30,6 +31,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # The tests must not depend on a connection: what a test needs is made by a tool and kept in tests/fixtures.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A run that was started in the background ignores Ctrl-C, and so would the tests that send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 

@@ -135,6 +135,7 @@ def test_a_batch_that_cannot_be_trained_changes_nothing(model):
 
 def test_an_interrupt_while_a_step_replaces_the_weights_waits_for_the_step(model, monkeypatch):
     x, y, _ = rows(8)
+    model.train_on_batch(x, y)
     trainer = model.trainer
     start = trainer._start
 
