@@ -7,8 +7,6 @@ BIN := $(VENV)/bin
 MINOR := $(shell $(PYTHON) -c 'import sys; print("%d%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/py$(MINOR).txt
 PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS)
-# A registry may fail to answer for one of a hundred packages: asked again, it mostly does.
-INSTALL = for try in 1 2 3; do $(PIP) --editable ".[$(EXTRAS)]" && exit 0; sleep 5; done; exit 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:
@@ -30,14 +28,12 @@ $(VENV)/.python$(MINOR):
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.installed: EXTRAS := gguf
 $(VENV)/.installed: $(VENV)/.python$(MINOR) pyproject.toml $(CONSTRAINTS)
-	$(INSTALL)
+	$(PIP) --editable ".[gguf]"
 	@touch $@
 
-$(VENV)/.installed-test: EXTRAS := gguf,test,docs
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(INSTALL)
+	$(PIP) --editable ".[gguf,test,docs]"
 	@touch $@
 
 install: $(VENV)/.installed-test

@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 EXTRAS = ("docs", "gguf", "plot", "quantization", "reference", "test", "tfds")
 # Their versions follow the accelerator build of the package that asks for them.
 UNPINNED = re.compile(r"^(nvidia-|cuda-|triton$|libtpu)")
-# The newest torch whose CPU build every supported Python can install.
-FIXED = {"torch": "2.13.0"}
+# The newest torch whose CPU build every supported Python can install; the newest soupsieve for 3.11.0 to 3.11.4.
+FIXED = {"torch": "2.13.0", "soupsieve": "2.10"}
 HEADER = "# Pinned for Python {}.{} by `make pins`. Names and versions only: any registry serves them.\n"
 
 

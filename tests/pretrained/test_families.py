@@ -367,7 +367,8 @@ def test_a_model_of_another_kind_is_not_written_as_these():
     with pytest.raises(ValueError, match=r"llama: the block does not attend\. Received: mixer=Mamba2Spec"):
         export_config(describe(FIXTURES / "mamba2").module, {"model_type": "llama"})
     alone = llama.clone(layers=tuple(dataclasses.replace(layer, mlp=None) for layer in llama.layers))
-    with pytest.raises(ValueError, match=r"the config has a perceptron in every layer\. Received: a layer with mlp=None"):
+    message = r"the config has a perceptron in every layer\. Received: a layer with mlp=None"
+    with pytest.raises(ValueError, match=message):
         export_config(alone, {"model_type": "llama"})
 
 
