@@ -192,11 +192,6 @@ def test_construction_touches_no_device():
         run.mesh  # noqa: B018
 
 
-def test_an_axis_that_training_does_not_run_on_is_refused():
-    with pytest.raises(LayoutRefused, match=r"training on a mesh with expert=2"):
-        Trainer(LanguageModel(tiny_decoder()), "adamw", mesh=MeshSpec(expert=2)).place()
-
-
 def test_a_layout_that_replicates_too_much_is_refused_before_anything_is_made():
     layout = Layout(rules={"embed": None, "mlp": "tensor", "vocab": "tensor", "head_dim": None}, min_shard=1)
     run = Trainer(LanguageModel(tiny_decoder(num_layers=2)), "adamw", mesh=MeshSpec(fsdp=8), layout=layout)
