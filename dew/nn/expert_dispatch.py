@@ -111,6 +111,11 @@ class _Axes:
                 f"one of {divisors}, and fsdp for the rest of the devices."
             )
         axes = lambda entry: spec_axes(PartitionSpec(entry))  # noqa: E731
+        if axes(by_bank[0]) not in ((), ("expert",)):
+            raise LayoutRefused(
+                f"The rules put the experts of a layer on {axes(by_bank[0])}; tokens are exchanged over 'expert' "
+                "alone. Use the rule ('exp', 'expert'), and tensor for the experts' hidden width."
+            )
         return cls(
             rows=axes(by_token[0]),
             length=axes(by_token[1]),

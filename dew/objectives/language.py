@@ -19,7 +19,7 @@ import numpy as np
 from dew.nn.router import Routing
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
-from dew.objectives.routing import EXPERT_LOAD, busiest, router_loss, routing_metrics
+from dew.objectives.routing import CROSS_ENTROPY, EXPERT_LOAD, busiest, router_loss, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
 
@@ -103,6 +103,8 @@ class LanguageModel:
         total, correct, mass, routing = self._scored(variables, batch, key, train)
         metrics = {"token_accuracy": Ratio(correct, mass)}
         if routing:
+            asked = router_loss(routing, self.module.router_training)
+            metrics[CROSS_ENTROPY] = Ratio(total - asked, mass)
             metrics |= routing_metrics(routing, self.module.expert_layers)
         return LossOutput(Ratio(total, mass), metrics)
 
@@ -136,14 +138,14 @@ class LanguageModel:
             statistics: Host ratios by name.
 
         Returns:
-            Values by name; `perplexity` is the exponential of `loss`, and `expert_load_max` the load of the busiest
-            expert of any layer over an even share.
+            Values by name; `perplexity` is the exponential of the cross entropy, which is `loss` without what routers
+            add to it, and `expert_load_max` the load of the busiest expert of any layer over an even share.
         """
         values = {name: ratio.value() for name, ratio in statistics.items() if name != EXPERT_LOAD}
         if EXPERT_LOAD in statistics:
             values["expert_load_max"] = busiest(statistics[EXPERT_LOAD])
-        loss = values["loss"]
-        return {**values, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+        entropy = values.get(CROSS_ENTROPY, values["loss"])
+        return {**values, "perplexity": math.exp(entropy) if entropy < 700 else math.inf}
 
     def _checked(self, batch: Mapping[str, Any]) -> np.ndarray:
         for name in batch:

@@ -17,6 +17,8 @@ from dew.nn.moe import ExpertsSpec
 from dew.nn.router import RouterTraining, Routing
 from dew.objectives.base import Ratio
 
+CROSS_ENTROPY = "cross_entropy"
+"""Statistic of the loss without what routers add to it."""
 EXPERT_LOAD = "expert_load"
 """Statistic of arrays [layers, experts]: slots given to each expert over an even share of them."""
 ROUTING_METRICS = ("router_balance", "router_z", "router_entropy", "dropped_slots", "expert_load_max")

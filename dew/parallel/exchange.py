@@ -168,7 +168,9 @@ def _places(mesh: Any, shape: tuple[int, ...], num_kv_heads: int) -> tuple[Any, 
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
     rows, positions, heads, _ = _padded(resolve(QUERY_NAMES, shape, mesh, rules).spec)
     kv_shape = (*shape[:2], num_kv_heads, shape[3])
-    return rows, positions, heads, _padded(resolve(KEY_NAMES, kv_shape, mesh, rules).spec)[2]
+    kv_heads = _padded(resolve(KEY_NAMES, kv_shape, mesh, rules).spec)[2]
+    # Split in another way than the query heads that read them, key/value heads would meet the wrong ones.
+    return rows, positions, heads, kv_heads if kv_heads == heads else None
 
 
 def _padded(spec: PartitionSpec) -> tuple[Any, ...]:

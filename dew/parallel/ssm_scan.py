@@ -194,7 +194,7 @@ def shift_bytes(
         return 0, 0
     rounds = math.ceil(math.log2(slices - 1)) + 1
     halo = rows * (taps - 1) * (heads * head_dim + 2 * groups * state_size) * itemsize
-    return 1 + rounds, halo + rounds * rows * heads * (head_dim * state_size + 1) * 4
+    return (taps > 1) + rounds, halo + rounds * rows * heads * (head_dim * state_size + 1) * 4
 
 
 class _Specs:
@@ -209,6 +209,11 @@ class _Specs:
         if splits_length and SEQUENCE in self.free_axes:
             check_length(T, mesh.shape[SEQUENCE], taps)
         self.tokens = self.of((B, T, N), (ROWS, LENGTH, HEADS))
+        if self.tokens[1] not in (None, SEQUENCE):
+            raise LayoutRefused(
+                f"The rules put activation_length on {self.tokens[1]!r}, but a scan splits positions over sequence "
+                "alone. Use the rule ('activation_length', 'sequence')."
+            )
         groups = self.of((B, T, *streams.b.shape[2:]), (ROWS, LENGTH, GROUPS, None))
         # Groups go where their heads go, or stay whole.
         self.groups = groups[2] if groups[2] == self.tokens[2] else None
@@ -274,6 +279,8 @@ def _own_groups(array: Float[Array, "B T G P"], own_heads: int, specs: _Specs) -
 
 def _shifted_halo(streams: Streams, starts: Array | None, reach: int, slices: int) -> Streams:
     """Give the last tokens of the slice before, zero where they are of another document than its last token."""
+    if reach == 0:
+        return Streams(*(value[:, :0] for value in streams))
     own = None
     if starts is not None:
         documents = jnp.cumsum(starts, axis=1)

@@ -156,6 +156,16 @@ def test_values_and_gradients_are_those_of_one_device(name):
     assert all(float(jnp.max(jnp.abs(want))) > 0.1 for want in want_gradients[: 4 if case.sinks else 3])
 
 
+def test_heads_that_rules_split_in_different_ways_read_their_own_keys():
+    case = Case(mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", packed=False)
+    query, key, value, sinks, cotangent = operands(case.heads, case.kv_heads)
+    whole_queries = (("activation_heads", None), *(rule for rule in DEFAULT_RULES if rule[0] != "activation_heads"))
+    with jax.set_mesh(build_mesh(case.mesh)), nn.logical_axis_rules(whole_queries):
+        (_, mixed), _ = jax.jit(loss(case, sequence_attention))(query, key, value, sinks, cotangent, None)
+    (_, want), _ = wanted(dataclasses.replace(case, mesh=MeshSpec(), path=""))
+    np.testing.assert_allclose(mixed, want, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(want))))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_what_the_formula_says(name):
     case = CASES[name]

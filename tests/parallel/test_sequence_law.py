@@ -26,6 +26,7 @@ MESHES = {
     "sequence=8": MeshSpec(sequence=8),  # 4 heads: keys and values are gathered
     "fsdp=2 tensor=2 sequence=2": MeshSpec(fsdp=2, tensor=2, sequence=2),
     "tensor=2 sequence=4": MeshSpec(tensor=2, sequence=4),  # 2 heads on a device: gathered
+    "fsdp=2 sequence=4": MeshSpec(fsdp=2, sequence=4),
 }
 FIELDS = {
     # Gathered weights and recomputed blocks around an exchange with a backward pass of its own.

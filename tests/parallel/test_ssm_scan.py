@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.parallel.ssm_scan import (
@@ -18,6 +19,7 @@ from dew.parallel.ssm_scan import (
 )
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.rules import DEFAULT_RULES
 from tests.tools.test_collectives import tool
 
 B, T, N, H, P, W = 4, 48, 4, 3, 5, 4
@@ -125,3 +127,22 @@ def test_the_mesh_refuses_before_it_computes():
         scan = functools.partial(sharded_convolve_and_scan, jax.sharding.get_abstract_mesh(), activation=jax.nn.silu)
         with pytest.raises(LayoutRefused, match="nearest such length is 40"):
             scan(cut, dt[:, :39], weights)
+
+
+def test_rules_that_split_positions_over_another_axis_are_refused():
+    (streams, dt, weights), _, _ = inputs(1)
+    rules = (("activation_length", "tensor"), *DEFAULT_RULES)
+    with jax.set_mesh(build_mesh(MeshSpec(tensor=2, sequence=2))), nn.logical_axis_rules(rules):
+        scan = functools.partial(sharded_convolve_and_scan, jax.sharding.get_abstract_mesh(), activation=jax.nn.silu)
+        with pytest.raises(LayoutRefused, match=r"activation_length on 'tensor'.*Use the rule"):
+            scan(streams, dt, weights)
+
+
+def test_a_convolution_of_one_tap_reads_nothing_of_the_slice_before():
+    (streams, dt, weights), starts, _ = inputs(1)
+    weights = weights._replace(taps=Streams(*(taps[..., -1:] for taps in weights.taps)))
+    want, _ = convolve_and_scan(streams, dt, weights, activation=jax.nn.silu, starts=starts)
+    with jax.set_mesh(build_mesh(MeshSpec(sequence=2))):
+        scan = functools.partial(sharded_convolve_and_scan, jax.sharding.get_abstract_mesh(), activation=jax.nn.silu)
+        got, _ = jax.jit(lambda *arguments: scan(*arguments, starts=starts))(streams, dt, weights)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())

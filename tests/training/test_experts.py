@@ -12,7 +12,7 @@ from dew.nn.mlp import MlpSpec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.router import RouterSpec, RouterTraining
 from dew.objectives.language import LanguageModel
-from dew.placement.layout import Layout
+from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.rules import DEFAULT_RULES
 from dew.training.optimizer import make_optimizer
@@ -162,6 +162,22 @@ def test_biases_without_a_rate_stay_whatever_the_optimizer_does():
             np.testing.assert_array_equal(after[path], value, err_msg=path)
         elif path.endswith("kernel"):
             assert np.any(after[path] != value), path
+
+
+def test_perplexity_leaves_out_what_routers_add_to_the_loss():
+    statistics, _ = scored()
+    report = trainer().objective.report(statistics)
+    assert report["loss"] - report["cross_entropy"] > 0.1
+    np.testing.assert_allclose(report["perplexity"], np.exp(report["cross_entropy"]), rtol=1e-6)
+    plain, _ = scored(training=RouterTraining())
+    np.testing.assert_allclose(report["cross_entropy"], plain["loss"].value(), rtol=1e-5)
+
+
+def test_rules_that_put_experts_on_another_axis_are_refused():
+    layout = Layout(rules=(("exp", "tensor"), *RULES), min_shard=1, tolerance=1.0)
+    run = Trainer(LanguageModel(tiny_decoder(layers=LAYERS)), "adamw", mesh=MeshSpec(tensor=4), layout=layout)
+    with pytest.raises(LayoutRefused, match=r"experts of a layer on \('tensor',\).*Use the rule \('exp', 'expert'\)"):
+        list(run.loop(run.place()).run([batch()]))
 
 
 @pytest.mark.parametrize("field", ["balance_loss", "z_loss", "bias_rate"])
