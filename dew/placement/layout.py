@@ -245,8 +245,9 @@ class Layout:
         ]
         if stages > 1 and banks and not any(STAGE in spec_axes(sharding.spec) for sharding in banks):
             raise LayoutRefused(
-                f"The {stages} stages of a mesh with stage={stages} share out the layers of a bank, but the rules keep "
-                f"them whole on every stage. Leave the rule ('{LAYERS}', '{STAGE}') in the table, or use stage=1."
+                f"The {stages} stages of a mesh with stage={stages} share out the layers of a bank, but every bank is "
+                f"whole on every stage: its layers do not divide by {stages}, or the rules keep them whole. Choose "
+                f"stages that divide the layers, leave the rule ('{LAYERS}', '{STAGE}') in the table, or use stage=1."
             )
 
     def _why(self, mesh: Mesh, path: str, leaf: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 from dew.inference import Greedy, TextGeneration, TopK, generate, pipeline
-from dew.placement import LayoutRefused, MeshSpec
+from dew.placement import MeshSpec
 from dew.pretrained import load_pretrained, save_pretrained
 from tests.inference.tiny_text import CHAT, byte_tokenizer
 from tests.tiny import tiny_decoder
@@ -64,8 +64,6 @@ def test_what_cannot_run_is_refused(checkpoint):
         task("x" * 200)
     with pytest.raises(ValueError, match="loaded already, so mesh, dtype would change nothing"):
         pipeline(load_pretrained(directory), mesh=MeshSpec(fsdp=8), dtype="float32")
-    with pytest.raises(LayoutRefused, match="stage=2"):
-        pipeline(directory, mesh=MeshSpec(stage=2))
     with pytest.raises(FileNotFoundError):
         pipeline(directory / "missing")
 

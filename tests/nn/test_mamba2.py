@@ -197,7 +197,7 @@ def test_a_residual_stream_in_float32_keeps_what_bfloat16_rounds_away():
     weights = stack_view(module).unstack(variables)["params"]["layers_0"]
     layer = DecoderLayer(module.features, in_float32[0])
     x, narrow = jnp.zeros((1, 4, module.features)), jax.tree.map(lambda leaf: leaf.astype("bfloat16"), weights)
-    added, _ = layer.apply({"params": narrow}, x, Surroundings(causal_visibility(4)))
+    added, *_ = layer.apply({"params": narrow}, x, Surroundings(causal_visibility(4)))
     assert np.abs(added).max() > 0.1
     np.testing.assert_array_equal(added, added.astype("bfloat16").astype("float32"))  # what is added is computed so
 

@@ -173,11 +173,11 @@ class Process:
 @pytest.mark.parametrize("spec", [("fsdp", None, "tensor"), (None, "tensor", None), ("fsdp",)])
 def test_a_process_reads_the_bytes_that_its_devices_hold(monkeypatch, count, spec):
     # Fused: the leaf is rows 32 to 64 of 64, so its bytes are also half of the tensor's.
-    recipe = Recipe("leaf", (16, 4, 8), ("t",), False, "(N H) D -> D N H", Cut(0, 4, 8))
+    recipe = Recipe("leaf", (16, 4, 8), ("t",), False, "(N H) D -> D N H", Cut(0, 32, 64))
     tensor = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
     sharding = NamedSharding(build_mesh(MeshSpec(fsdp=4, tensor=2)), PartitionSpec(*spec))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays)
-    devices, want = list(sharding.mesh.devices.flat), in_leaf_order(recipe, tensor)[:, 4:]
+    devices, want = list(sharding.mesh.devices.flat), in_leaf_order(recipe, tensor[32:])
     for number in range(count):
         own = devices[number * 8 // count : (number + 1) * 8 // count]
         source = Held(t=tensor)
