@@ -201,7 +201,8 @@ def _step(run: FitRun, batches: list[Batch], logs: Logs, *, room: int) -> None:
     if fresh is not state:
         run.loop.state = fresh
     # A ragged batch is a group of its own, so two programs serve any length.
-    for _, group in itertools.groupby(batches, _form):
+    groups = [batches] if len(batches) == 1 else [list(group) for _, group in itertools.groupby(batches, _form)]
+    for group in groups:
         data = [batch.data for batch in group]
         with run.gate.hold():
             result = run.loop.step(*data, room=room)
