@@ -1,0 +1,427 @@
+"""Wrong fields and wrong weights, by the family whose parity must show them.
+
+Entry points: `EVERYWHERE`, `MUTATIONS`, `WITHOUT`; a mutation takes a module and its variables and gives both.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from dew.nn.attention import AttentionSpec
+from dew.nn.embed import EmbeddingSpec, HeadSpec
+from dew.nn.mamba2 import Mamba2Spec
+from dew.nn.moe import ExpertsSpec
+from dew.nn.rope import RotarySpec
+from dew.placement.stacks import stack_view
+
+
+def with_layers(module, change, **fields):
+    """The model with other layers, and other fields of its own."""
+    return module.clone(layers=tuple(change(layer) for layer in module.layers), **fields)
+
+
+def with_attention(module, change):
+    """The model with other attention in every layer; `change` gives the fields from the old spec."""
+
+    def changed(layer):
+        if not isinstance(layer.mixer, AttentionSpec):
+            return layer
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **change(layer.mixer)))
+
+    return with_layers(module, changed)
+
+
+def with_scans(module, **fields):
+    """The model with other fields in every scan."""
+
+    def changed(layer):
+        if not isinstance(layer.mixer, Mamba2Spec):
+            return layer
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **fields))
+
+    return with_layers(module, changed)
+
+
+def scans_changed(change):
+    """A mutation of the weights of every scan, given as a dict to change in place."""
+
+    def mutate(module, variables):
+        view = stack_view(module)
+        params = view.unstack(variables)["params"]
+        for index, layer in enumerate(module.layers):
+            if isinstance(layer.mixer, Mamba2Spec):
+                change(params[f"layers_{index}"]["mamba"])
+        return module, view.stack({"params": params})
+
+    mutate.__name__ = change.__name__
+    return mutate
+
+
+def with_rotary(module, change):
+    return with_attention(
+        module, lambda spec: {"rotary": spec.rotary and dataclasses.replace(spec.rotary, **change(spec))}
+    )
+
+
+def with_norms(module, **fields):
+    """The model with other fields in every norm of the residual stream."""
+    norm = dataclasses.replace(module.norm, **fields)
+    return with_layers(module, lambda layer: dataclasses.replace(layer, norm=norm), norm=norm)
+
+
+def theta_times_ten(module, variables):
+    return with_rotary(module, lambda spec: {"theta": 10 * spec.rotary.theta}), variables
+
+
+def unscaled_rotary(module, variables):
+    return with_rotary(module, lambda spec: {"scaling": None}), variables
+
+
+def eps_times_ten(module, variables):
+    return with_norms(module, eps=10 * module.norm.eps), variables
+
+
+def norms_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        first = "input_layernorm" if "input_layernorm" in layer else "post_feedforward_layernorm"
+        layer[first], layer["post_attention_layernorm"] = layer["post_attention_layernorm"], layer[first]
+    return module, view.stack({"params": params})
+
+
+def outer_norms_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        layer[names[0]], layer[names[1]] = layer[names[1]], layer[names[0]]
+    return module, view.stack({"params": params})
+
+
+def head_norms_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        attention = params[f"layers_{index}"]["self_attn"]
+        attention["q_norm"], attention["k_norm"] = attention["k_norm"], attention["q_norm"]
+    return module, view.stack({"params": params})
+
+
+def scaled_by_the_width(module, variables):
+    heads = next(layer.mixer for layer in module.layers if isinstance(layer.mixer, AttentionSpec)).num_kv_heads
+    return with_attention(module, lambda spec: {"scale": (module.features / heads) ** -0.5}), variables
+
+
+def scaled_by_the_head(module, variables):
+    return with_attention(module, lambda spec: {"scale": None}), variables
+
+
+def tied_to_the_table(module, variables):
+    return module.clone(tie_embeddings=True), variables
+
+
+def window_one_longer(module, variables):
+    return with_attention(module, lambda spec: {"window": spec.window and spec.window + 1}), variables
+
+
+def window_one_shorter(module, variables):
+    return with_attention(module, lambda spec: {"window": spec.window and spec.window - 1}), variables
+
+
+def stored_for(other, module, variables):
+    """A model whose layers have become equal, or different, with the variables in its own banks."""
+    return other, stack_view(other).stack(stack_view(module).unstack(variables))
+
+
+def windows_everywhere(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"window": 8}), module, variables)
+
+
+def rotary_everywhere(module, variables):
+    rotary = module.layers[0].attention.rotary
+    return stored_for(with_attention(module, lambda spec: {"rotary": rotary}), module, variables)
+
+
+def full_residuals(module, variables):
+    return with_layers(module, lambda layer: dataclasses.replace(layer, residual_scale=1.0)), variables
+
+
+def neighbours_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"interleaved": True}), variables
+
+
+def whole_heads_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"fraction": 1.0, "scaling": None}), variables
+
+
+def short_factors(module, variables):
+    def change(spec):
+        scaling = spec.rotary.scaling
+        return {"scaling": dataclasses.replace(scaling, long_factor=scaling.short_factor)}
+
+    return with_rotary(module, change), variables
+
+
+def unsharpened_rotary(module, variables):
+    return with_rotary(
+        module, lambda spec: {"scaling": dataclasses.replace(spec.rotary.scaling, attention_factor=1.0)}
+    ), variables
+
+
+def biases_dropped(module, variables):
+    def zeroed(path, leaf):
+        return jnp.zeros_like(leaf) if path[-1].key == "bias" else leaf
+
+    return module, jax.tree_util.tree_map_with_path(zeroed, variables)
+
+
+def unbounded_attention(module, variables):
+    return with_attention(module, lambda spec: {"softcap": None}), variables
+
+
+def unbounded_logits(module, variables):
+    return module.clone(head=HeadSpec()), variables
+
+
+def unscaled_embeddings(module, variables):
+    return module.clone(embedding=EmbeddingSpec()), variables
+
+
+def scales_without_their_one(module, variables):
+    return with_norms(module, offset=0.0), variables
+
+
+def one_base_for_all(module, variables):
+    theta = module.layers[-1].attention.rotary.theta
+    return with_rotary(module, lambda spec: {"theta": theta}), variables
+
+
+def one_after_the_other(module, variables):
+    view, after = stack_view(module), with_layers(module, lambda layer: dataclasses.replace(layer, placement="pre"))
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        layer.setdefault("post_attention_layernorm", layer["input_layernorm"])
+    return after, stack_view(after).stack({"params": params})
+
+
+def attention_not_scaled_by_depth(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"scale": None}), module, variables)
+
+
+def unscaled_attention(module, variables):
+    return stored_for(with_attention(module, lambda spec: {"scale": 1.0}), module, variables)
+
+
+def positions_one_later(module, variables):
+    def rolled(path, leaf):
+        return jnp.roll(leaf, 1, axis=0) if "embed_positions" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(rolled, variables)
+
+
+def norms_of_the_mean_square(module, variables):
+    return with_norms(module, kind="rms"), variables
+
+
+def halves_rotated(module, variables):
+    return with_rotary(module, lambda spec: {"interleaved": False}), variables
+
+
+def unscaled_logits(module, variables):
+    return module.clone(head=HeadSpec()), variables
+
+
+def keys_and_values_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        attention = params[f"layers_{index}"]["self_attn"]
+        attention["k_proj"], attention["v_proj"] = attention["v_proj"], attention["k_proj"]
+    return module, view.stack({"params": params})
+
+
+def gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        mlp = params[f"layers_{index}"]["mlp"]
+        mlp["gate_proj"], mlp["up_proj"] = mlp["up_proj"], mlp["gate_proj"]
+    return module, view.stack({"params": params})
+
+
+def scans_normalised_together(module, variables):
+    return with_scans(module, norm_groups=1), variables
+
+
+def another_eps_of_scans(module, variables):
+    return with_scans(module, norm_eps=1e-3), variables
+
+
+def unbounded_steps(module, variables):
+    return with_scans(module, step_limits=(0.0, math.inf)), variables
+
+
+def rotary_where_there_is_none(module, variables):
+    return with_attention(module, lambda spec: {"rotary": RotarySpec(theta=1e4)}), variables
+
+
+@scans_changed
+def written_and_read_swapped(mamba):
+    for kind in ("proj", "conv"):
+        mamba[f"b_{kind}"], mamba[f"c_{kind}"] = mamba[f"c_{kind}"], mamba[f"b_{kind}"]
+
+
+@scans_changed
+def gate_and_values_swapped(mamba):
+    mamba["gate_proj"], mamba["x_proj"] = mamba["x_proj"], mamba["gate_proj"]
+
+
+@scans_changed
+def taps_reversed(mamba):
+    for name in ("x_conv", "b_conv", "c_conv"):
+        mamba[name] = mamba[name] | {"kernel": mamba[name]["kernel"][..., ::-1]}
+
+
+@scans_changed
+def skips_dropped(mamba):
+    mamba["D"] = 0 * mamba["D"]
+
+
+@scans_changed
+def decays_doubled(mamba):
+    mamba["A_log"] = mamba["A_log"] + math.log(2)
+
+
+@scans_changed
+def scales_of_scans_dropped(mamba):
+    mamba["norm_scale"] = 0 * mamba["norm_scale"] + 1
+
+
+def with_experts(module, **fields):
+    """The model with other fields in every router."""
+
+    def changed(layer):
+        if not isinstance(layer.mlp, ExpertsSpec):
+            return layer
+        router = dataclasses.replace(layer.mlp.router, **fields)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router))
+
+    return with_layers(module, changed)
+
+
+def weights_not_divided(module, variables):
+    return with_experts(module, score="softmax", normalise=False), variables
+
+
+def weights_divided(module, variables):
+    return with_experts(module, normalise=True), variables
+
+
+def one_expert_more(module, variables):
+    return with_experts(module, top_k=module.expert_layers[0].router.top_k + 1), variables
+
+
+def expert_gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        experts = params[f"layers_{index}"]["mlp"].get("experts", {"gate_proj": 0, "up_proj": 0})
+        experts["gate_proj"], experts["up_proj"] = experts["up_proj"], experts["gate_proj"]
+    return module, view.stack({"params": params})
+
+
+def experts_reversed(module, variables):
+    def turned(path, leaf):
+        return leaf[..., ::-1, :, :] if "experts" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(turned, variables)
+
+
+def shared_perceptron_ungated(module, variables):
+    def opened(path, leaf):
+        return jnp.zeros_like(leaf) if "shared_gate" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(opened, variables)
+
+
+EXPERTS = [one_expert_more, expert_gates_swapped, experts_reversed]
+EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
+SCANS = [
+    *(written_and_read_swapped, gate_and_values_swapped, taps_reversed, skips_dropped, decays_doubled),
+    *(scales_of_scans_dropped, another_eps_of_scans),
+]
+GEMMA = [unscaled_embeddings, scales_without_their_one]
+MUTATIONS = {
+    "llama_untied": [unscaled_rotary],
+    "qwen3": [head_norms_swapped],
+    "qwen3_untied": [unscaled_rotary],
+    "mistral": [window_one_longer, window_one_shorter],
+    "qwen2": [window_one_longer, windows_everywhere, biases_dropped],
+    "gemma": GEMMA,
+    "gemma2": [
+        *GEMMA,
+        unbounded_attention,
+        unbounded_logits,
+        windows_everywhere,
+        window_one_shorter,
+        outer_norms_swapped,
+    ]
+    + [scaled_by_the_head],
+    "gemma3_text": [
+        *GEMMA,
+        one_base_for_all,
+        unscaled_rotary,
+        head_norms_swapped,
+        window_one_longer,
+        scaled_by_the_head,
+    ],
+    "gpt_neox": [
+        one_after_the_other,
+        whole_heads_rotated,
+        neighbours_rotated,
+        biases_dropped,
+        norms_of_the_mean_square,
+        keys_and_values_swapped,
+        unscaled_attention,
+    ],
+    "gpt2": [
+        attention_not_scaled_by_depth,
+        positions_one_later,
+        biases_dropped,
+        norms_of_the_mean_square,
+        keys_and_values_swapped,
+        unscaled_attention,
+    ],
+    "starcoder2": [window_one_longer, window_one_shorter, biases_dropped, norms_of_the_mean_square],
+    "cohere2": [
+        one_after_the_other,
+        halves_rotated,
+        unscaled_logits,
+        windows_everywhere,
+        window_one_shorter,
+        rotary_everywhere,
+        norms_of_the_mean_square,
+    ],
+    "mixtral": [*EXPERTS, weights_not_divided, window_one_longer, window_one_shorter],
+    "qwen2_moe": [*EXPERTS, weights_divided, shared_perceptron_ungated, windows_everywhere, biases_dropped],
+    "qwen3_moe": [*EXPERTS, weights_not_divided, head_norms_swapped],
+    "granitemoe": [*EXPERTS, weights_not_divided, full_residuals, unscaled_embeddings, unscaled_logits],
+    "glm4": [halves_rotated, whole_heads_rotated, outer_norms_swapped, biases_dropped, gates_swapped],
+    "mamba2": [*SCANS, scans_normalised_together, unbounded_steps, biases_dropped],
+    "bamba": [*SCANS, whole_heads_rotated, biases_dropped, gates_swapped],
+    "granitemoehybrid": [*SCANS, scans_normalised_together, rotary_where_there_is_none, gates_swapped, full_residuals]
+    + [unscaled_embeddings, unscaled_logits, unscaled_attention],
+}
+WITHOUT = {
+    "gpt_neox": [scaled_by_the_width],  # which is the width of a head
+    "gpt2": [scaled_by_the_width, theta_times_ten],
+    "cohere2": [norms_swapped],  # it has one
+    "mamba2": [scaled_by_the_width, theta_times_ten, norms_swapped],
+    "granitemoehybrid": [theta_times_ten],
+}

@@ -1,0 +1,319 @@
+"""Tiny random configs of every family, by the name of its fixture: what `tools/make_fixtures.py` makes.
+
+Entry point: `FIXTURES`, a model class and a function that builds its config.
+"""
+
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# Smaller, for the families that came later; windows of 8 tokens hide most of a row of 48.
+SMALL = SHAPE | {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+NARROW = {name: value for name, value in SMALL.items() if name != "head_dim"}
+LAYER_NORMED = {name: value for name, value in NARROW.items() if name != "rms_norm_eps"}
+OWN_KEYS = {name: value for name, value in LAYER_NORMED.items() if name != "num_key_value_heads"}
+SPARSE = SMALL | {"intermediate_size": 16, "vocab_size": 64}
+SPARSE_NARROW = NARROW | {"intermediate_size": 8, "vocab_size": 64}
+WINDOWED = SMALL | {"sliding_window": 8, "query_pre_attn_scalar": 12}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+}
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [1.5, 8.0],
+}
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # theirs lie outside the vocabulary
+SCAN = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_expand": 1, "mamba_chunk_size": 16}
+HYBRID = NARROW | SCAN | {"vocab_size": 64, "num_hidden_layers": 4}
+GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+FIXTURES = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
+    "llama_untied": (
+        LlamaForCausalLM,
+        lambda: LlamaConfig(
+            **SHAPE, head_dim=16, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3
+        ),
+    ),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, rope_parameters=PLAIN),
+    ),
+    "qwen3_untied": (
+        Qwen3ForCausalLM,
+        lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False, rope_parameters=YARN),
+    ),
+    "mistral": (
+        MistralForCausalLM,
+        lambda: MistralConfig(**SMALL, sliding_window=8, tie_word_embeddings=False, rope_parameters=PLAIN),
+    ),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        lambda: Qwen2Config(
+            **NARROW,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=1,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "gemma": (GemmaForCausalLM, lambda: GemmaConfig(**SMALL, rope_parameters=PLAIN)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(
+            **WINDOWED, attn_logit_softcapping=12.0, final_logit_softcapping=2.0, rope_parameters=PLAIN
+        ),
+    ),
+    "gemma3_text": (
+        Gemma3ForCausalLM,
+        lambda: Gemma3TextConfig(**WINDOWED, layer_types=GEMMA3_KINDS, rope_parameters=GEMMA3_ROPE),
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        lambda: SmolLM3Config(**NARROW, **NO_TOKENS, no_rope_layer_interval=2, rope_parameters=PLAIN),
+    ),
+    "olmo2": (Olmo2ForCausalLM, lambda: Olmo2Config(**NARROW, **NO_TOKENS, rope_parameters=PLAIN)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        lambda: Olmo3Config(
+            **NARROW,
+            **NO_TOKENS,
+            sliding_window=8,
+            layer_types=GEMMA3_KINDS,
+            rope_parameters={"sliding_attention": PLAIN, "full_attention": YARN},
+        ),
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        lambda: GraniteConfig(
+            **NARROW,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "phi3": (
+        Phi3ForCausalLM,
+        lambda: Phi3Config(
+            **NARROW, **NO_TOKENS, sliding_window=16, original_max_position_embeddings=16, rope_parameters=PHI3_ROPE
+        ),
+    ),
+    "gpt_neox": (
+        GPTNeoXForCausalLM,
+        lambda: GPTNeoXConfig(
+            **OWN_KEYS, **NO_TOKENS, layer_norm_eps=1e-4, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}
+        ),
+    ),
+    "gpt2": (
+        GPT2LMHeadModel,
+        lambda: GPT2Config(
+            vocab_size=96,
+            n_embd=32,
+            n_inner=40,
+            n_layer=3,
+            n_head=4,
+            n_positions=64,
+            layer_norm_epsilon=1e-4,
+            scale_attn_by_inverse_layer_idx=True,
+            **NO_TOKENS,
+        ),
+    ),
+    "starcoder2": (
+        Starcoder2ForCausalLM,
+        lambda: Starcoder2Config(
+            **LAYER_NORMED, **NO_TOKENS, norm_epsilon=1e-4, sliding_window=8, rope_parameters=PLAIN
+        ),
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        lambda: Cohere2Config(
+            **LAYER_NORMED,
+            **NO_TOKENS,
+            layer_norm_eps=1e-4,
+            logit_scale=0.25,
+            sliding_window=8,
+            layer_types=GEMMA3_KINDS,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "glm4": (
+        Glm4ForCausalLM,
+        lambda: Glm4Config(**SMALL, **NO_TOKENS, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}),
+    ),
+    "mixtral": (
+        MixtralForCausalLM,
+        lambda: MixtralConfig(
+            **SPARSE | {"intermediate_size": 8},
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        lambda: Qwen2MoeConfig(
+            **SPARSE_NARROW,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=16,
+            mlp_only_layers=[0],
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=3,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        lambda: Qwen3MoeConfig(
+            **SPARSE,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            output_router_logits=True,
+            router_aux_loss_coef=0.01,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "granitemoe": (
+        GraniteMoeForCausalLM,
+        lambda: GraniteMoeConfig(
+            **SPARSE_NARROW,
+            **NO_TOKENS,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "mamba2": (
+        Mamba2ForCausalLM,
+        lambda: Mamba2Config(
+            **NO_TOKENS,
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            state_size=8,
+            use_bias=True,
+            use_conv_bias=False,
+            time_step_limit=(0.01, 0.5),
+            layer_norm_epsilon=1e-4,
+            chunk_size=16,
+        ),
+    ),
+    "bamba": (
+        BambaForCausalLM,
+        lambda: BambaConfig(
+            **HYBRID | {"intermediate_size": 16},
+            **NO_TOKENS,
+            mamba_n_groups=1,
+            mamba_proj_bias=True,
+            attn_layer_indices=[2],
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **HYBRID,
+            **NO_TOKENS,
+            mamba_n_groups=2,
+            mamba_d_conv=3,
+            layer_types=["mamba", "attention", "mamba", "mamba"],
+            shared_intermediate_size=16,
+            num_local_experts=0,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.2,
+            logits_scaling=6.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
