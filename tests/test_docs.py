@@ -49,18 +49,3 @@ def test_the_pages_show_the_single_device_mesh_and_the_three_meshes():
     assert SPECIFICATION in code
     for mesh in ("MeshSpec(fsdp=4)", "MeshSpec(fsdp=2, expert=4)", "MeshSpec(fsdp=4, sequence=2)"):
         assert mesh in code
-
-
-def test_the_tree_in_the_readme_is_the_tree():
-    listing = re.search(r"```text\n(dew/ .*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    listed, folders = set(), []
-    for line in listing.splitlines():
-        name = line.split()[0]
-        folders = folders[: (len(line) - len(line.lstrip())) // 2]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            listed.add("".join(folders) + name)
-    packages = ("dew", "dew_keras", "examples", "tools")
-    files = {path.relative_to(ROOT).as_posix() for folder in packages for path in (ROOT / folder).rglob("*.py")}
-    assert listed == {name for name in files if not name.endswith("__init__.py")}

@@ -138,14 +138,15 @@ def test_the_pins_name_every_dependency_and_no_registry(minor):
     assert sorted(names - {line.split("==")[0] for line in lines}) == []
 
 
-def test_the_tree_of_the_readme_lists_every_file_with_a_few_words():
+def test_the_tree_of_the_readme_lists_every_file_once_with_a_few_words():
     tree = (ROOT / "README.md").read_text().partition("## The tree")[2].split("```text\n")[1].partition("```")[0]
-    folders, listed = [], set()
+    folders, listed = [], []
     for line in tree.splitlines():
         indent, name, words = re.fullmatch(r"( *)(\S+) +(.+)", line).groups()
         folders = [*folders[: len(indent) // 2], name.rstrip("/")]
-        listed.add("/".join(folders))
+        listed.append("/".join(folders))
         assert words
     files = {relative(path) for path in sources(*PACKAGES, "tools", "examples") if path.name != "__init__.py"}
-    assert sorted(files - listed) == [], "not in the README's tree"
+    assert sorted(files - set(listed)) == [], "not in the README's tree"
+    assert sorted(name for name in set(listed) if listed.count(name) > 1) == [], "twice in the README's tree"
     assert [name for name in sorted(listed) if not (ROOT / name).exists()] == [], "in the README's tree, but gone"
