@@ -226,8 +226,9 @@ class ArraySource:
             start: Batches at its beginning to leave out.
         """
         order = None if self._seed is None else shuffled_order(self.rows, seed=self._seed, epoch=epoch)
+        leaves, structure = jax.tree.flatten(self.arrays)
         for first in range(start * self.batch_size, self.rows, self.batch_size):
             stop = min(first + self.batch_size, self.rows)
             index: Any = slice(first, stop) if order is None else order[first:stop]
-            data = jax.tree.map(lambda leaf, index=index: leaf[index], self.arrays)
+            data = jax.tree.unflatten(structure, [leaf[index] for leaf in leaves])
             yield self._sharing.batch(data, stop - first, self._size, always_mask=self._mask)

@@ -17,7 +17,7 @@ import numpy as np
 from dew.objectives.base import Ratio
 from dew_keras.names import UniqueNames, display_name, unknown_name
 from dew_keras.outputs import Output, broadcast_rows, per_output, target_kind
-from dew_keras.pooling import FED_ROWS, MetricFeed, MetricRows, MetricSum, is_additive
+from dew_keras.pooling import FED_ROWS, MetricFeed, MetricRows, MetricSum, assign_all, is_additive
 from dew_keras.token_metrics import Perplexity
 
 ACCURACY = ("accuracy", "acc")
@@ -189,8 +189,7 @@ class MetricSet:
             return read_mean(tracked.metric, sums)
         zeros = self._zero[tracked.key]
         state = [np.asarray(zero + value).astype(zero.dtype) for zero, value in zip(zeros, sums.values, strict=True)]
-        for variable, value in zip(tracked.metric.variables, state, strict=True):
-            variable.assign(value)
+        assign_all(tracked.metric.variables, state)
         if tracked.key not in self._results:
             self._results[tracked.key] = jax.jit(tracked.metric.stateless_result)
         return jax.device_get(self._results[tracked.key](state))
@@ -225,8 +224,7 @@ def read_mean(metric: Any, ratio: Ratio) -> float:
         metric: A metric whose variables are a total and a count.
         ratio: On the host.
     """
-    for variable, value in zip(metric.variables, (ratio.total, ratio.mass), strict=True):
-        variable.assign(float(value))
+    assign_all(metric.variables, (ratio.total, ratio.mass))
     return ratio.value()
 
 

@@ -108,6 +108,23 @@ def is_function_of_keras(function: Callable[..., Any]) -> bool:
     return is_keras and not isinstance(function, keras.losses.Loss) and function not in BATCH_FUNCTIONS
 
 
+def assign_all(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Assign host values to Keras variables.
+
+    Args:
+        variables: The variables.
+        values: One each, of the variable's shape.
+    """
+    # One call of a compiled identity for all: putting each on a device by itself takes five times as long, and the bar
+    # on the screen does it at every redraw.
+    placed = _on_device([np.asarray(value, variable.dtype) for variable, value in zip(variables, values, strict=True)])
+    for variable, value in zip(variables, placed, strict=True):
+        variable.assign(value)
+
+
+_on_device = jax.jit(lambda values: values)
+
+
 @struct.dataclass
 class MetricSum:
     """What batches add to one metric's state.
@@ -229,8 +246,7 @@ class MetricFeed:
             for metric, _, _ in self._metrics.values():
                 metric.reset_state()
             return
-        for variable, value in zip(variables, current.saved, strict=True):
-            variable.assign(value)
+        assign_all(variables, current.saved)
 
     def update(self, batch: MetricRows) -> None:
         """Update every metric with the rows of a host batch that are no padding.

@@ -134,27 +134,14 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, mic
         ValueError: If the global rows do not divide over the row shards, or a shard's rows into the microbatches,
             naming batch sizes that do.
     """
-    lead = int(is_stacked)
     is_alone, is_whole = jax.process_count() == 1, isinstance(host_batch, WholeBatch)
-    divisor, count = batch_divisor(mesh), 1 if is_alone or is_whole else data_partition(mesh).count
-    host_batch = dict(host_batch) if is_whole else host_batch
-    arrays, places = [], []
-    flat, structure = jax.tree_util.tree_flatten_with_path(host_batch)
-    for path, leaf in flat:
-        # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
-        local = np.array(leaf, copy=True)
-        has_rows = local.ndim > lead and not is_whole
-        if has_rows:
-            _check_rows(mesh, path, local.shape[lead] * count, divisor, microbatches)
-        arrays.append(local)
-        whole = NamedSharding(mesh, PartitionSpec())
-        places.append(batch_sharding(mesh, local.shape, leading=lead) if has_rows else whole)
+    structure, arrays, places = _copied(mesh, host_batch, is_stacked, microbatches)
     if mesh.size == 1:
-        # The arguments of a compiled function take a shorter way to the device than device_put; a small step is
-        # mostly this.
+        # The arguments of a compiled function take a shorter way to the device than device_put.
         return jax.tree.unflatten(structure, _on_one_device(places[0])(arrays) if arrays else [])
     if is_alone:
         return jax.tree.unflatten(structure, jax.device_put(arrays, places))
+    lead, count = int(is_stacked), 1 if is_whole else data_partition(mesh).count
 
     def assemble(local: np.ndarray, place: NamedSharding) -> jax.Array:
         shape = list(local.shape)
@@ -163,6 +150,41 @@ def shard_batch(mesh: Mesh, host_batch: PyTree, *, is_stacked: bool = False, mic
         return jax.make_array_from_process_local_data(place, local, tuple(shape))
 
     return jax.tree.unflatten(structure, [assemble(*pair) for pair in zip(arrays, places, strict=True)])
+
+
+def batch_argument(mesh: Mesh, host_batch: PyTree, *, microbatches: int = 1) -> PyTree:
+    """Give what a compiled function takes for a batch: as `shard_batch`, but host arrays where there is one device.
+
+    A small step is mostly what it takes to hand its batch over, and arguments need no program of their own.
+
+    Args:
+        mesh: As `shard_batch`.
+        host_batch: As `shard_batch`.
+        microbatches: As `shard_batch`.
+    """
+    if mesh.size > 1:
+        return shard_batch(mesh, host_batch, microbatches=microbatches)
+    structure, arrays, _ = _copied(mesh, host_batch, False, microbatches)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _copied(mesh: Mesh, host_batch: PyTree, is_stacked: bool, microbatches: int) -> tuple[Any, list, list]:
+    """Copy a batch, flat, with the place of each array; refuse rows that do not divide."""
+    lead, is_whole = int(is_stacked), isinstance(host_batch, WholeBatch)
+    divisor, count = batch_divisor(mesh), 1 if jax.process_count() == 1 or is_whole else data_partition(mesh).count
+    arrays, places = [], []
+    flat, structure = jax.tree_util.tree_flatten_with_path(dict(host_batch) if is_whole else host_batch)
+    for path, leaf in flat:
+        # JAX aliases aligned host buffers on CPU, so a loader that refills its buffer would change the batch in flight.
+        local = np.array(leaf, copy=True)
+        has_rows = local.ndim > lead and not is_whole
+        if has_rows:
+            _check_rows(mesh, path, local.shape[lead] * count, divisor, microbatches)
+        arrays.append(local)
+        places.append(
+            batch_sharding(mesh, local.shape, leading=lead) if has_rows else NamedSharding(mesh, PartitionSpec())
+        )
+    return structure, arrays, places
 
 
 @functools.lru_cache(maxsize=8)

@@ -24,7 +24,7 @@ from dew.objectives.base import Objective, Ratio
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of
-from dew.placement.partition import WholeBatch, batch_sharding, data_partition, shard_batch
+from dew.placement.partition import WholeBatch, batch_argument, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
 from dew.training.evaluate import pooled_statistics
@@ -411,9 +411,11 @@ class Trainer:
         self, state: TrainState, batches: Sequence[Mapping[str, Any]], microstep: int, room: int
     ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
         if room == 1:
-            placed = self.place_batch(batches[0])
+            place = shard_batch if self._is_eager else batch_argument
+            prepared = _like(batches[0], self.objective.prepare(batches[0]))
+            argument = place(self.mesh, prepared, microbatches=self.microbatches)
             with self.context():
-                return self._programs.one(state, placed, microstep)
+                return self._programs.one(state, argument, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
         filled = prepared + prepared[-1:] * (room - len(prepared))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
