@@ -412,8 +412,8 @@ class Trainer:
     ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
         if room == 1:
             place = shard_batch if self._is_eager else batch_argument
-            prepared = _like(batches[0], self.objective.prepare(batches[0]))
-            argument = place(self.mesh, prepared, microbatches=self.microbatches)
+            alone = _like(batches[0], self.objective.prepare(batches[0]))
+            argument = place(self.mesh, alone, microbatches=self.microbatches)
             with self.context():
                 return self._programs.one(state, argument, microstep)
         prepared = [self.objective.prepare(batch) for batch in batches]
