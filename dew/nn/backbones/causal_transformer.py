@@ -6,8 +6,6 @@ own name, not on the banks.
 """
 
 import collections
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,23 +18,21 @@ from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
 from dew.kernels.attention_choice import check_implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
+from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
+from dew.nn.backbones.pipelined import PipelinedDecoder
 from dew.nn.backbones.staging import Schedule, checked_schedule, staged_segment
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
 from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
 from dew.nn.mamba2 import WIDE_WEIGHTS
-from dew.nn.masks import cached_visibility, causal_visibility, document_starts
+from dew.nn.masks import cached_visibility
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
-from dew.nn.rope import RotarySpec, Tables, rotary_tables
 from dew.nn.router import BALANCE_BIAS, RouterTraining, Routing
-from dew.nn.sharding import constrain, constrain_weights, gather_weights, unboxed
+from dew.nn.sharding import constrain, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
-from dew.parallel.gpipe import through_stages
-from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
-from dew.parallel.stages import Pipeline, current_pipeline
-from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
+from dew.parallel.stages import current_pipeline
 from dew.placement.stacks import Bank, StackView
 
 __all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
@@ -102,13 +98,13 @@ class CausalTransformer(nn.Module):
     def setup(self) -> None:
         """Declare the weights of every part under its own name."""
         self.declared = True
-        missing = [name for name in self._parts() if not self.has_variable("params", name)]
+        missing = [name for name in self.parts() if not self.has_variable("params", name)]
         if not missing:
             return
         key = self.make_rng("params") if self.has_rng("params") else None
         banks = {bank.name: bank.layers for bank in self.stack_view().banks}
         for name in missing:
-            part = self._parts()[name]
+            part = self.parts()[name]
             self.param(
                 name, lambda _, part=part, name=name: initial_weights(part, key, name, banks.get(name)), unbox=False
             )
@@ -164,19 +160,19 @@ class CausalTransformer(nn.Module):
                     "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
                     "LanguageModel only. Use schedule='gpipe' for another loss."
                 )
-            return self._run_stages(pipeline, tokens, positions, segment_ids, None)[0]
+            return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, None)[0]
         if cache is None:
             return self._whole(tokens, positions, segment_ids, None)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
             positions = jnp.maximum(start + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
-        x, cache = self._embedded(tokens, positions), cache.marked(real)
+        x, cache = self.embedded(tokens, positions), cache.marked(real)
         visibility = cached_visibility(cache.index, tokens.shape[1], cache.valid)
         given = None if segment_ids is None else real
         around = Surroundings(visibility, real=given, is_token=given)
-        x, cache = self._run_cached_layers(x, around, self._tables(positions), cache)
-        return self._normed(x), cache
+        x, cache = self._run_cached_layers(x, around, rotary_of(self.layers, positions), cache)
+        return self.normed(x), cache
 
     def routed_hidden_states(
         self,
@@ -202,11 +198,11 @@ class CausalTransformer(nn.Module):
         """Run the model on whole sequences."""
         pipeline = None if self.is_initializing() else current_pipeline()
         if pipeline is not None:
-            return self._run_stages(pipeline, tokens, positions, segment_ids, counted)
+            return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, counted)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-        around = self._surroundings(tokens.shape[1], segment_ids, counted)
-        x, routing = self._run_layers(self._embedded(tokens, positions), around, self._tables(positions))
-        return self._normed(x), routing
+        around = whole_surroundings(tokens.shape[1], segment_ids, counted)
+        x, routing = self._run_layers(self.embedded(tokens, positions), around, rotary_of(self.layers, positions))
+        return self.normed(x), routing
 
     @property
     def expert_layers(self) -> tuple[ExpertsSpec, ...]:
@@ -267,35 +263,39 @@ class CausalTransformer(nn.Module):
             banks[spec.mixer.cache_shape].append(index)
         return dict(banks)
 
-    def _segments(self) -> tuple[Segment, ...]:
+    def loops(self) -> tuple[Segment, ...]:
         """Group the layers into loops."""
         return segments(self.layers, self.scan_layers, self.bank_layers)
 
     def _runs(self) -> tuple[tuple[int, ...], ...]:
         """Group the layers into runs that are stored together."""
-        return tuple(run for segment in self._segments() for run in segment.runs)
+        return tuple(run for segment in self.loops() for run in segment.runs)
 
-    def _parts(self) -> dict[str, nn.Module]:
+    def parts(self) -> dict[str, nn.Module]:
         """Name every part that is stored: the tables, a block per run, the norm, the untied head."""
         dtype = self.param_dtype
         parts: dict[str, nn.Module] = {"embed_tokens": Embedding(self.vocab_size, self.features, dtype, parent=None)}
         if self.embedding.positions is not None:
             parts["embed_positions"] = Embedding(self.embedding.positions, self.features, dtype, parent=None)
         for run in self._runs():
-            parts[bank_name(run)] = self._layer(run)
+            parts[bank_name(run)] = self.layer_of(run)
         parts["norm"] = Norm(self.features, self.norm, dtype, parent=None)
         if not self.tie_embeddings:
             parts["lm_head"] = Embedding(self.vocab_size, self.features, dtype, parent=None)
         return parts
 
-    def _layer(self, run: tuple[int, ...]) -> DecoderLayer:
+    def layer_of(self, run: tuple[int, ...]) -> DecoderLayer:
         kinds = self.attention_impl, self.sequence_impl
         return DecoderLayer(self.features, self.layers[run[0]], self.param_dtype, *kinds, parent=None)
 
-    def _weights(self, name: str) -> Any:
+    def stored(self, name: str) -> Any:
         """Give the stored weights of a part."""
         assert self.declared, "setup has declared the weights"
         return unboxed(unfreeze(self.get_variable("params", name)))
+
+    def stored_runs(self, segment: Segment) -> list[Any]:
+        """Give the stored weights of each run of a segment."""
+        return [self.stored(bank_name(run)) for run in segment.runs]
 
     def _ready(self, part: nn.Module, weights: Any) -> Any:
         """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
@@ -308,18 +308,18 @@ class CausalTransformer(nn.Module):
 
     def _apply(self, name: str, *inputs: Any, outer: Any = None) -> Any:
         """Apply a part that is stored on its own, with given weights of such parts or the stored ones."""
-        part, weights = self._parts()[name], self._weights(name) if outer is None else outer[name]
+        part, weights = self.parts()[name], self.stored(name) if outer is None else outer[name]
         return part.apply({"params": self._ready(part, weights)}, *inputs)
 
-    def _normed(self, x: Float[Array, "B T D"], outer: Any = None) -> Float[Array, "B T D"]:
+    def normed(self, x: Float[Array, "B T D"], outer: Any = None) -> Float[Array, "B T D"]:
         """Apply the last norm; its result is in the compute dtype whatever the residual stream is in."""
         return self._apply("norm", x, outer=outer).astype(self.dtype)
 
-    def _embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
-        return self._positioned(self._apply("embed_tokens", tokens), positions)
+        return self.positioned(self._apply("embed_tokens", tokens), positions)
 
-    def _positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
+    def positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
         """Scale looked-up rows and add learned positions."""
         x = scaled_rows(rows, self.embedding)
         if any(layer.residual_in_float32 for layer in self.layers):
@@ -330,16 +330,11 @@ class CausalTransformer(nn.Module):
 
     def _head(self) -> Float[Array, "V D"]:
         name = "embed_tokens" if self.tie_embeddings else "lm_head"
-        return self._ready(self._parts()[name], self._weights(name))["embedding"]
-
-    def _tables(self, positions: Int[Array, "B T"]) -> dict[tuple[RotarySpec, int], Tables]:
-        """Compute the rotary tables once for all layers that share them."""
-        keys = {(spec.mixer.rotary, spec.mixer.head_dim) for spec in self.layers if spec.mixer.rotary}
-        return {key: rotary_tables(key[0], key[1], positions) for key in keys}
+        return self._ready(self.parts()[name], self.stored(name))["embedding"]
 
     def _block(self, run: tuple[int, ...], around: Surroundings, tables: dict) -> Any:
         """Build the function of a run's blocks: (x, stored weights, cache window) -> (x, cache window)."""
-        layer = self._layer(run)
+        layer = self.layer_of(run)
         mixer = layer.spec.mixer
         rotary = tables.get((mixer.rotary, mixer.head_dim))
 
@@ -351,42 +346,19 @@ class CausalTransformer(nn.Module):
     def _run_layers(self, x: Array, around: Surroundings, tables: dict) -> tuple[Array, tuple[Routing, ...]]:
         """Run all blocks on whole sequences."""
         routing: dict[int, Routing] = {}
-        for segment in self._segments():
-            weights = [self._weights(bank_name(run)) for run in segment.runs]
-            x, said = self._run_segment(segment, weights, x, around, tables)
+        for segment in self.loops():
+            x, said = self.run_segment(segment, self.stored_runs(segment), x, around, tables)
             for run, each in zip(segment.runs, said, strict=True):
-                routing |= _by_layer(run, each, segment.repeats > 1)
+                routing |= by_layer(run, each, is_stacked=segment.repeats > 1)
         return x, tuple(routing[index] for index in sorted(routing))
 
-    def _surroundings(self, num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
-        """Say what blocks need to know of whole sequences."""
-        starts = document_starts(segment_ids)
-        return Surroundings(
-            causal_visibility(num_tokens, segment_ids),
-            starts=starts,
-            is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
-            counted=counted,
-            documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
-        )
-
-    def _run_segment(
+    def run_segment(
         self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
     ) -> tuple[Array, list[Routing | None]]:
-        """Run a segment's blocks, a loop where its banks hold several layers: x, and what each run's routers say."""
+        """Run a segment's blocks with given weights: x, and what each run's routers say."""
         in_loop = segment.repeats > 1
         blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
-
-        def turn(x, weights):
-            said = []
-            for block, own in zip(blocks, weights, strict=True):
-                x, _, own_routing = block(x, own)
-                said.append(own_routing)
-            return x, said
-
-        x, said = jax.lax.scan(turn, x, weights) if in_loop else turn(x, weights)
-        # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
-        # back, GSPMD carries that split into every block and gathers weights and activations there.
-        return constrain(x, RESIDUAL_NAMES), said
+        return run_segment(segment, blocks, weights, x)
 
     def check_stages(self, stages: int) -> None:
         """Check that the layers divide into pipeline stages.
@@ -397,32 +369,7 @@ class CausalTransformer(nn.Module):
         Raises:
             LayoutRefused: If they do not; the error says what does.
         """
-        self._staged(stages)
-
-    def _staged(self, stages: int) -> Segment:
-        """Give the loop that the stages share."""
-        return staged_segment(self._segments(), stages, is_banked=self.scan_layers)
-
-    def _run_stages(
-        self, pipeline: Pipeline, tokens: Array, positions: Any, segment_ids: Any, counted: Any
-    ) -> tuple[Array, tuple[Routing, ...]]:
-        """Run the model with its blocks as the stages of a pipeline."""
-        given = {"positions": positions, "segment_ids": segment_ids, "weights": counted}
-        given = {name: value for name, value in given.items() if value is not None}
-        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x = self._embedded(tokens, given.get("positions", places))
-        x, said = through_stages(pipeline, self._stage(pipeline, places), self._stage_weights(pipeline), x, given)
-        return self._normed(x), self._staged_routing(pipeline, said)
-
-    def _staged_routing(self, pipeline: Pipeline, said: list[Any]) -> tuple[Routing, ...]:
-        """Give each layer what its router said, from what the stages say of their layers."""
-        segment = self._staged(pipeline.stages)
-        routing: dict[int, Routing] = {}
-        lead = 1 if segment.repeats == pipeline.stages else 2
-        for run, each in zip(segment.runs, said, strict=True):
-            layers = jax.tree.map(lambda leaf: leaf.reshape(segment.repeats, *leaf.shape[lead:]), each)
-            routing |= _by_layer(run, layers, is_stacked=True)
-        return tuple(routing[index] for index in sorted(routing))
+        staged_segment(self.loops(), stages, is_banked=self.scan_layers)
 
     @property
     def scores_in_schedule(self) -> bool:
@@ -464,71 +411,9 @@ class CausalTransformer(nn.Module):
                 "schedule='1f1b' computes gradients before a loss scale is known, which float16 needs. Use "
                 "dtype='bfloat16' or schedule='gpipe'."
             )
-        given = {"tokens": tokens, "targets": targets, "weights": weights}
-        given |= {} if positions is None else {"positions": positions}
-        given |= {} if segment_ids is None else {"segment_ids": segment_ids}
-        banked = {bank_name(run) for run in self._runs()}
-        outer = {name: self._weights(name) for name in self._parts() if name not in banked}
-        model = self._staged_model(pipeline, (tokens.shape[0] // pipeline.microbatches, tokens.shape[1]), router_loss)
-        total, ((correct, mass), said) = scheduled_loss(pipeline, model, outer, self._stage_weights(pipeline), given)
-        return total, correct, mass, self._staged_routing(pipeline, said)
-
-    def _staged_model(self, pipeline: Pipeline, shape: tuple[int, int], router_loss: Any) -> StagedModel:
-        """Give a schedule the model's pure functions, for microbatches of a shape [rows, T]."""
-        parts, mesh = self._parts(), pipeline.mesh
-        head = "embed_tokens" if self.tie_embeddings else "lm_head"
-        counted = jnp.arange(shape[1], dtype=jnp.int32)[None]
-
-        def prepare(outer):
-            tables = {name: copies_of(mesh, outer[name]["embedding"], shape) for name in ("embed_tokens", head)}
-            return outer | {name: {"embedding": copies} for name, copies in tables.items()}
-
-        def embed(outer, given):
-            rows = look_up(mesh, outer["embed_tokens"]["embedding"], given["tokens"]).astype(self.dtype)
-            return constrain(self._positioned(rows, given.get("positions", counted), outer), RESIDUAL_NAMES)
-
-        def score(outer, x, given):
-            hidden, scored = self._normed(x, outer), (given["targets"], given["weights"])
-            factors = (self.logit_softcap, self.logit_scale)
-            total, *further = copied_token_loss(mesh, hidden, outer[head]["embedding"], *scored, *factors)
-            return total, tuple(further)
-
-        def pin(name, own):
-            if name in ("embed_tokens", head):
-                return {"embedding": pinned_copies(mesh, own["embedding"], shape)}
-            return constrain_weights(own, logical_names(parts[name]))
-
-        def pinned(outer, weights):
-            outer = {name: pin(name, own) for name, own in outer.items()}
-            names = [logical_names(self._layer(run)) for run in self._segments()[0].runs]
-            return outer, [
-                pipeline.map(jax.vmap(functools.partial(constrain_weights, names=of_run)))(own)
-                for own, of_run in zip(weights, names, strict=True)
-            ]
-
-        def extra(said):
-            routing = self._staged_routing(pipeline, said)
-            return router_loss(routing) if routing and router_loss is not None else 0.0
-
-        return StagedModel(prepare, embed, self._stage(pipeline, counted), extra, score, pinned)
-
-    def _stage_weights(self, pipeline: Pipeline) -> list[Any]:
-        """View the banks as the stages that hold them."""
-        segment = self._staged(pipeline.stages)
-        return pipeline.by_stage([self._weights(bank_name(run)) for run in segment.runs])
-
-    def _stage(self, pipeline: Pipeline, counted: Int[Array, "1 T"]) -> Any:
-        """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> (x, sums)."""
-        segment = self._staged(pipeline.stages)
-        share = dataclasses.replace(segment, repeats=segment.repeats // pipeline.stages)
-
-        def stage(weights, x, given):
-            around = self._surroundings(x.shape[1], given.get("segment_ids"), given.get("weights"))
-            if share.repeats == 1:
-                weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            return self._run_segment(share, weights, x, around, self._tables(given.get("positions", counted)))
-
-        return stage
+        scored = {"tokens": tokens, "targets": targets, "weights": weights}
+        documents = {"positions": positions, "segment_ids": segment_ids}
+        return PipelinedDecoder(self, pipeline).token_loss(scored, documents, router_loss)
 
     def _run_cached_layers(self, x: Array, around: Surroundings, tables: dict, cache: Cache) -> tuple[Array, Cache]:
         """Run all blocks on new tokens, appending to the cache."""
@@ -537,35 +422,7 @@ class CausalTransformer(nn.Module):
             for bank, layers in enumerate(self._cache_banks().values())
             for place, layer in enumerate(layers)
         }
-
-        def turn(carry, turn_weights, segment, blocks):
-            x, banks = carry
-            number, weights = turn_weights
-            for run, block, own in zip(segment.runs, blocks, weights, strict=True):
-                bank, place = places[run[0]]
-                step = places[run[-1]][1] - place
-                layer = place + (number * (step // (len(run) - 1)) if len(run) > 1 else 0)
-                x, window, _ = block(x, own, banks[bank].window(layer, cache.index))
-                banks = (*banks[:bank], window.bank, *banks[bank + 1 :])
-            return (x, banks), None
-
-        carry = (x, tuple(cache.banks))
-        for segment in self._segments():
+        for segment in self.loops():
             blocks = [self._block(run, around, tables) for run in segment.runs]
-            weights = [self._weights(bank_name(run)) for run in segment.runs]
-            step = functools.partial(turn, segment=segment, blocks=blocks)
-            if segment.repeats > 1:
-                carry, _ = jax.lax.scan(step, carry, (jnp.arange(segment.repeats), weights))
-            else:
-                carry, _ = step(carry, (0, weights))
-        x, banks = carry
-        return x, cache.replace(banks=banks, index=cache.index + x.shape[1])
-
-
-def _by_layer(run: tuple[int, ...], routing: Routing | None, is_stacked: bool) -> dict[int, Routing]:
-    """Give each layer of a run what its router said."""
-    if routing is None:
-        return {}
-    if not is_stacked:
-        return {run[0]: routing}
-    return {layer: jax.tree.map(lambda leaf, place=place: leaf[place], routing) for place, layer in enumerate(run)}
+            x, cache = run_cached_segment(segment, blocks, self.stored_runs(segment), places, x, cache)
+        return x, cache.replace(index=cache.index + x.shape[1])
