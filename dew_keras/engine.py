@@ -65,7 +65,7 @@ class Engine(RestoresRuns, PlacedModel):
             ValueError: As there, and if an option does not fit what the model's class overrides.
         """
         self._check_overrides(compiled)
-        super().configure(compiled, **settings)
+        super().configure(compiled, scored_by=self._scored_by(compiled), **settings)
         self._trainer = self._objective = self._steps = None
         self.__dict__.pop("predictor", None)
         self._adopt_waiting()
@@ -84,6 +84,13 @@ class Engine(RestoresRuns, PlacedModel):
                 "accumulation=1, and no gradient_accumulation_steps of the optimizer. Received: "
                 f"accumulation={compiled.accumulation}"
             )
+
+    def _scored_by(self, compiled: Compiled) -> str | None:
+        """Say what trains in place of the token cross entropy; None where that does, or nothing."""
+        if own := sorted(self.overrides & {"compute_loss", "train_step"}):
+            return f"{own[0]} of {type(self._model).__name__}"
+        is_own = self.is_language_model and isinstance(compiled.loss, str) and compiled.loss == "auto"
+        return None if is_own or compiled.loss is None else f"loss={compiled.loss!r}"
 
     @property
     def _trains_by_own_step(self) -> bool:

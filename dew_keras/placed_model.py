@@ -18,12 +18,14 @@ from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from dew.nn.backbones.staging import refuse_unscheduled
 from dew.nn.exchange_report import check_row_length
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
 from dew.placement.mesh import as_mesh, batch_divisor, microbatches_of
 from dew.placement.partition import data_partition
+from dew.placement.rules import STAGE
 from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
 from dew.training.placing import plain
@@ -124,6 +126,7 @@ class PlacedModel:
         layout: Layout | None,
         remat: Any,
         schedule: str | None = None,
+        scored_by: str | None = None,
         precision: tuple[str | None, str | None],
     ) -> None:
         """Take over what `compile` decided; weights that are on a mesh move to the new one.
@@ -134,6 +137,7 @@ class PlacedModel:
             layout: The rules; None takes the defaults.
             remat: What the backward pass recomputes.
             schedule: Order of a pipeline's microbatches; None keeps the module's.
+            scored_by: What scores in training in place of the token cross entropy, in words; None where that does.
             precision: Compute and storage dtypes; None means the checkpoint's.
 
         Raises:
@@ -148,7 +152,8 @@ class PlacedModel:
         new_mesh = as_mesh(mesh)
         if compiled.sequence_length is not None:
             check_row_length(module, new_mesh, compiled.sequence_length)
-        refuse_unstaged(new_mesh, module)
+        refuse_unstaged(new_mesh.shape[STAGE], module)
+        refuse_unscheduled(module, new_mesh.shape[STAGE], scored_by)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)
         fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from dew.cli.words import byte_count, mesh_factors
 from dew.nn.attention_report import accelerator_named
+from dew.nn.backbones.staging import Schedule
 from dew.placement.layout import Layout
 from dew.planning import estimate_bytes, plan_text, planned_mesh
 from dew.pretrained.load import describe
@@ -27,6 +28,7 @@ def plan_checkpoint(
     dtype: str | None = None,
     device_memory: str | None = None,
     accelerator: str | None = None,
+    schedule: Schedule = "gpipe",
     min_shard: int = 2**16,
     revision: str | None = None,
     table: Annotated[bool, arg(help="List every leaf.")] = False,
@@ -45,6 +47,7 @@ def plan_checkpoint(
         device_memory: Memory of one device, as in 80GB or 16GiB.
         accelerator: What the devices are, for the choice of attention kernels: cpu, tpu, rocm, cuda:9.0; by default
             those of this machine.
+        schedule: Order of the microbatches where the mesh has stages.
         min_shard: Smallest leaf that is split, in elements.
         revision: Branch, tag or commit of a repository.
         table: List every leaf.
@@ -54,7 +57,7 @@ def plan_checkpoint(
     """
     planned = planned_mesh(mesh_factors(mesh), devices)
     memory = None if device_memory is None else byte_count(device_memory)
-    module = describe(source, revision=revision, dtype=dtype).module
+    module = describe(source, revision=revision, dtype=dtype).module.clone(schedule=schedule)
     estimate = estimate_bytes(
         module,
         planned,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ class LanguageModel:
     """
 
     module: Any
+
+    trains_by_token_loss: ClassVar[bool] = True
+    """Whether a module that scores inside the schedule of its pipeline is asked for `token_loss`."""
 
     def init(self, key: jax.Array) -> Mapping[str, Any]:
         """Make fresh variables.

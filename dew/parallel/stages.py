@@ -50,17 +50,16 @@ def current_pipeline() -> "Pipeline | None":
     return Pipeline(mesh, _MICROBATCHES.get() or mesh.shape[STAGE])
 
 
-def refuse_unstaged(mesh: Any, module: Any) -> None:
+def refuse_unstaged(stages: int, module: Any) -> None:
     """Refuse a stage axis under a module whose layers do not pipeline.
 
     Args:
-        mesh: A mesh with the six axes.
+        stages: Stages of the mesh.
         module: A module; one that pipelines has a method `check_stages` of the number of stages.
 
     Raises:
         LayoutRefused: If the mesh has stages and the module has no stack, or one that does not divide into them.
     """
-    stages = mesh.shape[STAGE]
     if stages == 1:
         return
     check = getattr(module, "check_stages", None)

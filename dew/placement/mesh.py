@@ -16,7 +16,17 @@ from jax.sharding import AxisType, Mesh
 
 from dew.tree import closest
 
-__all__ = ["AXES", "BATCH_AXES", "MeshSpec", "as_mesh", "batch_divisor", "build_mesh", "device_grid", "microbatches_of"]
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "MeshSpec",
+    "as_mesh",
+    "batch_divisor",
+    "build_mesh",
+    "device_grid",
+    "microbatches_of",
+    "stages_of",
+]
 
 AXES = ("data", "expert", "fsdp", "tensor", "sequence", "stage")
 """The axes of every mesh, outermost first: neighbours on the last axes are the closest devices."""
@@ -257,6 +267,21 @@ def batch_divisor(mesh: Mesh, microbatches: int = 1) -> int:
         microbatches: Microbatches of the pipeline; 1 where there is none.
     """
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
+
+
+def stages_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:
+    """Say how many pipeline stages a mesh has, before it is built.
+
+    Args:
+        mesh: Any spelling that `as_mesh` takes.
+
+    Returns:
+        The number; 1 without a pipeline, or where `as_mesh` will refuse what is asked for.
+    """
+    if isinstance(mesh, Mapping):
+        asked = mesh.get("stage", 1)
+        return asked if isinstance(asked, int) and asked > 0 else 1
+    return mesh.shape.get("stage", 1) if isinstance(mesh, Mesh) else getattr(mesh, "stage", 1)
 
 
 def microbatches_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:

@@ -25,6 +25,7 @@ from dew.placement.explain import Explanation
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
 from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
+from dew.placement.rules import STAGE
 from dew.placement.stacks import stack_view
 from dew.training.optimizer import as_optimizer
 from dew.training.placing import abstract_state, plain, state_shardings
@@ -46,6 +47,8 @@ class Estimate:
         masters: The weights, in the dtype they are trained in.
         gradients: Their gradients; with accumulation also the running sums.
         optimizer_state: Moments and counters.
+        tables: Whole token tables and the sums of their gradients, where a training step holds them: under
+            schedule="1f1b".
         explanation: Where every leaf goes and why.
         attention: Which attention kernel the layers take, a line per kind of layer, and which exchange where the mesh
             splits positions.
@@ -61,6 +64,7 @@ class Estimate:
     masters: int
     gradients: int
     optimizer_state: int
+    tables: int
     explanation: Explanation
     attention: tuple[str, ...] = ()
     refusal: str | None = None
@@ -72,8 +76,8 @@ class Estimate:
 
     @property
     def train(self) -> int:
-        """Bytes a device holds to train: masters, gradients and optimizer state."""
-        return self.masters + self.gradients + self.optimizer_state
+        """Bytes a device holds to train: masters, gradients, optimizer state and whole tables."""
+        return self.masters + self.gradients + self.optimizer_state + self.tables
 
 
 def planned_mesh(mesh: MeshSpec | Mapping[str, int], devices: int | None = None) -> AbstractMesh:
@@ -172,6 +176,7 @@ def estimate_bytes(
         masters=masters,
         gradients=masters + sums,
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
+        tables=master.pipelined_table_bytes if mesh.shape[STAGE] > 1 else 0,
         explanation=layout.explain(mesh, declared, stacks),
         attention=tuple(
             attention_report(module, mesh=mesh, num_tokens=slots, rows=max(1, rows // shards), device=device)
@@ -189,7 +194,7 @@ def _declared(module: Any) -> Any:
 
 def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
     try:
-        refuse_unstaged(mesh, module)
+        refuse_unstaged(mesh.shape[STAGE], module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
     except LayoutRefused as error:
         return str(error)

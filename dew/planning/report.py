@@ -37,6 +37,7 @@ def plan_text(estimate: Estimate, *, device_bytes: float | None = None, table: b
                 ("weights", estimate.masters),
                 ("gradients", estimate.gradients),
                 ("optimizer state", estimate.optimizer_state),
+                *([("whole token tables (1f1b)", estimate.tables)] if estimate.tables else []),
             ],
             device_bytes,
         ),

@@ -20,10 +20,11 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dew.checkpoint.save import Checkpoints
+from dew.nn.backbones.staging import refuse_unscheduled
 from dew.objectives.base import Objective, Ratio
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
-from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of
+from dew.placement.mesh import MeshSpec, as_mesh, microbatches_of, stages_of
 from dew.placement.partition import WholeBatch, batch_argument, batch_sharding, data_partition, shard_batch
 from dew.placement.processes import is_primary
 from dew.placement.stacks import StackView, stack_view
@@ -59,8 +60,9 @@ class Trainer:
         is_eager: Run operation by operation instead of compiling, so that prints and debuggers see values.
 
     Raises:
-        ValueError: If the optimizer's name is unknown, `accumulation` is not positive, or a step of your own is to be
-            accumulated.
+        ValueError: If the optimizer's name is unknown, `accumulation` is not positive, a step of your own is to be
+            accumulated, or the schedule of a pipeline cannot train the objective.
+        LayoutRefused: If the mesh has stages that the module's layers do not divide into.
         TypeError: If `optimizer` is neither a name nor an optax transformation.
     """
 
@@ -85,6 +87,9 @@ class Trainer:
             raise ValueError(
                 f"A step of your own applies its updates itself: use accumulation=1. Received: {accumulation=}."
             )
+        stages, by_token_loss = stages_of(mesh), getattr(objective, "trains_by_token_loss", False)
+        refuse_unstaged(stages, objective.module)
+        refuse_unscheduled(objective.module, stages, None if by_token_loss else f"objective={type(objective).__name__}")
         self.objective = objective
         self.optimizer = with_router_biases(as_optimizer(optimizer), objective.module)
         self.key = key
@@ -100,11 +105,8 @@ class Trainer:
 
         Raises:
             ValueError: If its factors do not divide the devices.
-            LayoutRefused: If it has stages that the module's layers do not divide into.
         """
-        mesh = as_mesh(self._mesh_given)
-        refuse_unstaged(mesh, self.objective.module)
-        return mesh
+        return as_mesh(self._mesh_given)
 
     @property
     def microbatches(self) -> int:

@@ -62,6 +62,28 @@ def test_a_language_model_refuses_what_it_cannot_do(arguments, text):
         compiles(tiny_decoder(), **arguments)
 
 
+class OwnLoss(dew_keras.Model):
+    """A model with a loss of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(y_pred)
+
+
+def test_1f1b_is_refused_at_compile_for_another_loss_than_the_token_cross_entropy():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    settings = {"mesh": {"stage": 2}, "schedule": "1f1b"}
+    for model, given, named in (
+        (dew_keras.Model(tiny_decoder()), loss, r"loss=<.*SparseCategoricalCrossentropy"),
+        (OwnLoss(tiny_decoder()), None, "compute_loss of OwnLoss"),
+    ):
+        with pytest.raises(ValueError, match=rf"Use schedule='gpipe' for another loss. Received: {named}"):
+            model.compile(loss=given, **settings)
+        assert not model.compiled
+        model.compile(loss=given, mesh={"stage": 2})
+        assert model.module.schedule == "gpipe"
+    dew_keras.Model(tiny_decoder()).compile(**settings)
+
+
 def test_a_layout_must_be_a_layout():
     with pytest.raises(TypeError, match=r"dew_keras\.Layout"):
         compiles(layout={"embed": "fsdp"})

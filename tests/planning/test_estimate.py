@@ -37,6 +37,18 @@ def test_the_estimate_is_what_training_holds(spec, optimizer):
     assert estimate.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_estimate_counts_the_whole_tables_of_1f1b(is_tied):
+    module = tiny_decoder(schedule="1f1b", tie_embeddings=is_tied)
+    mesh = planned_mesh({"stage": 2, "fsdp": 4})
+    estimate = estimate_bytes(module, mesh, FULL)
+    assert estimate.tables == (1 if is_tied else 2) * 64 * 32 * (4 + 4)
+    assert estimate.train == estimate.masters + estimate.gradients + estimate.optimizer_state + estimate.tables
+    assert re.search(r"whole token tables \(1f1b\) +[\d.]+ kB", plan_text(estimate))
+    for other, where in ((module.clone(schedule="gpipe"), mesh), (module, planned_mesh({"fsdp": 8}))):
+        assert estimate_bytes(other, where, FULL).tables == 0
+
+
 def test_the_estimate_is_what_generating_holds():
     module = tiny_decoder(param_dtype="bfloat16", dtype="bfloat16")
     mesh = build_mesh(MeshSpec(fsdp=4, tensor=2))

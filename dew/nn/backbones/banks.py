@@ -1,7 +1,7 @@
 """How a decoder's layers are grouped for storage and for its loops, and what each part of it starts as.
 
-Entry points: `Segment`, `segments`, `initial_weights`, `logical_names`. Layers that repeat with a period (five local,
-one global, five local, ...) are a segment: one loop over the repeats, one bank per place in the period.
+Entry points: `Segment`, `segments`, `whole_period`, `initial_weights`, `logical_names`. Layers that repeat with a
+period (five local, one global, five local, ...) are a segment: one loop over the repeats, one bank per place in it.
 """
 
 import dataclasses
@@ -44,7 +44,11 @@ class Segment:
 
 @functools.lru_cache(maxsize=64)
 def segments(layers: tuple[Hashable, ...], scan_layers: bool, bank_layers: int | None) -> tuple[Segment, ...]:
-    """Group layers so that as few blocks as possible are compiled; among equals early loops of a short period win.
+    """Group layers into loops.
+
+    Layers that repeat as a whole are one loop, the only form that pipeline stages share out, even where a few blocks
+    more are compiled. Others are grouped so that as few blocks as possible are; among equals early loops of a short
+    period win.
 
     Args:
         layers: Spec of each layer.
@@ -53,6 +57,9 @@ def segments(layers: tuple[Hashable, ...], scan_layers: bool, bank_layers: int |
     """
     if not scan_layers:
         return tuple(Segment(index, 1, 1) for index in range(len(layers)))
+    period = whole_period(layers)
+    if 1 < len(layers) // period <= (bank_layers or len(layers)):
+        return (Segment(0, period, len(layers) // period),)
     # From the end: best[i] is the fewest compiled blocks for layers i and on, and the segment that begins there.
     best: list[tuple[int, Segment | None]] = [(0, None)] * (len(layers) + 1)
     for first in reversed(range(len(layers))):
@@ -68,6 +75,17 @@ def segments(layers: tuple[Hashable, ...], scan_layers: bool, bank_layers: int |
         assert segment is not None, "every layer begins a segment"
         found.append(segment)
     return tuple(found)
+
+
+def whole_period(layers: tuple[Hashable, ...]) -> int:
+    """Count the layers of the shortest pattern that the whole stack repeats; all of them where none repeats.
+
+    Args:
+        layers: Spec of each layer.
+    """
+    count = len(layers)
+    repeating = (period for period in range(1, count) if count % period == 0 and layers[period:] == layers[:-period])
+    return next(repeating, max(count, 1))
 
 
 def _preference(choice: tuple[int, Segment]) -> tuple[int, ...]:

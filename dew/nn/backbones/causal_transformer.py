@@ -19,8 +19,14 @@ from dew.kernels.attention import Implementation
 from dew.kernels.attention_choice import check_implementation
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
-from dew.nn.backbones.pipelined import PipelinedDecoder
-from dew.nn.backbones.staging import Schedule, checked_schedule, staged_segment
+from dew.nn.backbones.pipelined import PipelinedDecoder, table_bytes
+from dew.nn.backbones.staging import (
+    Schedule,
+    checked_schedule,
+    refuse_float16,
+    refuse_unscheduled,
+    staged_segment,
+)
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
 from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
@@ -155,11 +161,8 @@ class CausalTransformer(nn.Module):
         """
         pipeline = None if self.is_initializing() or cache is not None else current_pipeline()
         if pipeline is not None:
-            if train and self.scores_in_schedule:
-                raise ValueError(
-                    "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
-                    "LanguageModel only. Use schedule='gpipe' for another loss."
-                )
+            if train:
+                refuse_unscheduled(self, pipeline.stages, "a call with train=True")
             return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, None)[0]
         if cache is None:
             return self._whole(tokens, positions, segment_ids, None)[0]
@@ -369,12 +372,17 @@ class CausalTransformer(nn.Module):
         Raises:
             LayoutRefused: If they do not; the error says what does.
         """
-        staged_segment(self.loops(), stages, is_banked=self.scan_layers)
+        staged_segment(self.layers, stages, scan_layers=self.scan_layers, bank_layers=self.bank_layers)
 
     @property
     def scores_in_schedule(self) -> bool:
         """Whether training on the mesh in context needs `token_loss`, which scores between the stages' passes."""
         return self.schedule == "1f1b" and current_pipeline() is not None
+
+    @property
+    def pipelined_table_bytes(self) -> int:
+        """Bytes of token tables, and of the sums of their gradients, that a pipelined step holds on each device."""
+        return table_bytes(self) if self.schedule == "1f1b" else 0
 
     def token_loss(
         self,
@@ -406,11 +414,7 @@ class CausalTransformer(nn.Module):
         pipeline = current_pipeline()
         if pipeline is None:
             raise ValueError("token_loss follows a pipeline's schedule; the mesh in context has stage=1.")
-        if jnp.dtype(self.dtype) == jnp.float16:
-            raise ValueError(
-                "schedule='1f1b' computes gradients before a loss scale is known, which float16 needs. Use "
-                "dtype='bfloat16' or schedule='gpipe'."
-            )
+        refuse_float16(self.dtype)
         scored = {"tokens": tokens, "targets": targets, "weights": weights}
         documents = {"positions": positions, "segment_ids": segment_ids}
         return PipelinedDecoder(self, pipeline).token_loss(scored, documents, router_loss)

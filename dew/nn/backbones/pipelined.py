@@ -1,7 +1,7 @@
 """A decoder whose blocks are the stages of a pipeline, under either schedule.
 
-Entry point: `PipelinedDecoder`. Which layers are a stage's is `staging`'s to say; what a stage computes is the
-decoder's own loop over its share of the turns.
+Entry points: `PipelinedDecoder`, `table_bytes`. Which layers are a stage's is `staging`'s to say; what a stage computes
+is the decoder's own loop over its share of the turns.
 """
 
 import dataclasses
@@ -23,6 +23,20 @@ from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.stages import Pipeline
 from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
+
+
+def table_bytes(decoder: Any) -> int:
+    """Count what 1F1B holds of token tables on each device from the first tick to the last.
+
+    A copy of the token table, and of an untied head, in the dtype that they are stored in, and the sum of its gradients
+    in float32; whole, whatever the mesh.
+
+    Args:
+        decoder: The `CausalTransformer`.
+    """
+    tables = 1 if decoder.tie_embeddings else 2
+    itemsize = jnp.dtype(decoder.param_dtype).itemsize
+    return tables * decoder.vocab_size * decoder.features * (itemsize + 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +96,8 @@ class PipelinedDecoder:
     @property
     def _segment(self) -> Segment:
         """The loop that the stages share out."""
-        return staged_segment(self.decoder.loops(), self.pipeline.stages, is_banked=self.decoder.scan_layers)
+        stored = {"scan_layers": self.decoder.scan_layers, "bank_layers": self.decoder.bank_layers}
+        return staged_segment(self.decoder.layers, self.pipeline.stages, **stored)
 
     def _routing(self, said: list[Any]) -> tuple[Routing, ...]:
         """Give each layer what its router said, from what the stages say of their layers."""

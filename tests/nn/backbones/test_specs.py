@@ -226,13 +226,15 @@ A, B = "local", "global"
         ((A,) * 5, None, [(0, 1, 5)]),
         ((A, B) * 13, None, [(0, 2, 13)]),
         ((A, A, A, A, A, B) * 4 + (A, A), None, [(0, 6, 4), (24, 1, 2)]),
-        ((A, A, A, A, A, B) * 2, None, [(0, 1, 5), (5, 1, 1), (6, 1, 5), (11, 1, 1)]),
+        ((A, A, A, A, A, B) * 2, None, [(0, 6, 2)]),
+        ((A, A, A, A, A, B) * 2 + (A,), None, [(0, 1, 5), (5, 1, 1), (6, 1, 5), (11, 1, 1), (12, 1, 1)]),
+        ((A, A, B, B) * 2, 1, [(index, 1, 1) for index in range(8)]),
         ((A, A, B, A, A), None, [(0, 1, 2), (2, 1, 1), (3, 1, 2)]),
         ((B,) + (A, B) * 4, 3, [(0, 2, 3), (6, 1, 1), (7, 1, 1), (8, 1, 1)]),
         ((A,) * 5, 2, [(0, 1, 2), (2, 1, 2), (4, 1, 1)]),
     ],
 )
-def test_segments_compile_as_few_blocks_as_they_can(layers, bank_layers, want):
+def test_segments_compile_as_few_blocks_as_they_can_and_are_one_loop_where_all_layers_repeat(layers, bank_layers, want):
     got = segments(layers, True, bank_layers)
     assert got == tuple(Segment(*each) for each in want)
     stored = [index for segment in got for run in segment.runs for index in run]

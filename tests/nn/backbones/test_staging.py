@@ -1,20 +1,29 @@
 """Which stacks divide into stages: what does not is refused by name, before anything is traced."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 
+from dew.nn.mlp import MlpSpec
+from dew.objectives.base import Ratio
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
+from dew.training.loss_scale import dynamic_loss_scale
+from dew.training.optimizer import make_optimizer
+from dew.training.step import update_step
 from dew.training.trainer import Trainer
 from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
 
 LOCAL, WHOLE = tiny_layer(window=4), tiny_layer()
+WIDE = dataclasses.replace(WHOLE, mlp=MlpSpec(features=96))
 
 
 @pytest.mark.parametrize(
@@ -27,29 +36,48 @@ LOCAL, WHOLE = tiny_layer(window=4), tiny_layer()
             r"stage=2 does not divide the model's 3 repeats of a pattern of 2 layers. Use stage=3\.",
         ),
         (
-            {"layers": (LOCAL, LOCAL, WHOLE, WHOLE)},
+            {"layers": (WIDE,) * 2 + (WHOLE,) * 6},
             2,
-            r"stage=2 needs 4 layers whose pattern repeats in every stage.* 2 loops, over the layers 0_1, 2_3 \(",
+            r"8 layers, in runs of 2, 6 alike, repeat no pattern: layers 0 and 4, 4 apart .*, differ in mlp\.",
         ),
-        ({"num_layers": 4, "bank_layers": 2}, 2, r"These are 2 loops.*no bound bank_layers"),
+        (
+            {"layers": (LOCAL, LOCAL, WHOLE, WIDE)},
+            2,
+            r"4 layers, in runs of 2, 1, 1 alike.*layers 0 and 2, 2 apart as in 2 stages, differ in mixer\.",
+        ),
+        ({"layers": (LOCAL, WHOLE) * 10 + (LOCAL,)}, 2, r"1, 1, \.\.\. alike, repeat no pattern\. Use stage=1"),
+        ({"layers": ()}, 2, r"stage=2 does not divide the model's 0 layers. Use stage=1"),
+        (
+            {"num_layers": 8, "bank_layers": 2},
+            2,
+            r"splits banks of 8 layers.* bank_layers=2 cuts them. Use bank_layers=8 or more, or None",
+        ),
+        ({"layers": (LOCAL, WHOLE) * 4, "bank_layers": 2}, 2, r"splits banks of 4 layers.* Use bank_layers=4 or more"),
         ({"num_layers": 4, "scan_layers": False}, 2, r"scan_layers=False stores each layer on its own"),
     ],
 )
 def test_a_stack_that_does_not_divide_is_refused(fields, stages, text):
-    trainer = Trainer(LanguageModel(tiny_decoder(**fields)), "sgd", mesh=MeshSpec(stage=stages))
     with pytest.raises(LayoutRefused, match=text):
-        trainer.place()
+        Trainer(LanguageModel(tiny_decoder(**fields)), "sgd", mesh=MeshSpec(stage=stages))
 
 
-def test_a_pattern_that_repeats_in_every_stage_divides():
-    for stages in (2, 4):
-        tiny_decoder(layers=(LOCAL, WHOLE) * 4).check_stages(stages)
+@pytest.mark.parametrize(
+    "fields, stages",
+    [
+        ({"layers": (LOCAL, WHOLE) * 4}, (2, 4)),
+        ({"layers": ((LOCAL,) * 5 + (WHOLE,)) * 2}, (2,)),
+        ({"layers": ((WIDE,) * 2 + (WHOLE,) * 6) * 2}, (2,)),
+        ({"num_layers": 4, "bank_layers": 4}, (2, 4)),
+    ],
+)
+def test_a_pattern_that_repeats_in_every_stage_divides(fields, stages):
+    for count in stages:
+        tiny_decoder(**fields).check_stages(count)
 
 
 def test_a_module_without_a_stack_is_refused():
-    trainer = Trainer(LanguageModel(nn.Dense(2)), "sgd", mesh=MeshSpec(stage=2))
     with pytest.raises(LayoutRefused, match="stage=2 pipelines a layer stack, and Dense has none"):
-        _ = trainer.mesh
+        Trainer(LanguageModel(nn.Dense(2)), "sgd", mesh=MeshSpec(stage=2))
 
 
 def test_an_unknown_schedule_is_refused():
@@ -57,7 +85,43 @@ def test_an_unknown_schedule_is_refused():
         tiny_decoder(schedule="zigzag")
 
 
-def test_1f1b_is_refused_for_another_loss_and_in_float16():
+@dataclasses.dataclass(frozen=True)
+class Squares:
+    """An objective with a loss of its own."""
+
+    module: Any
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(stage=2), {"stage": 2}])
+def test_1f1b_is_refused_for_another_objective_and_in_float16_when_the_trainer_is_made(mesh):
+    module = tiny_decoder(schedule="1f1b")
+    text = r"trains with the token cross entropy.* Use schedule='gpipe' for another loss. Received: objective=Squares"
+    with pytest.raises(ValueError, match=text):
+        Trainer(Squares(module), "sgd", mesh=mesh)
+    narrow = module.clone(dtype="float16")
+    with pytest.raises(ValueError, match=r"a loss scale is known, which float16 needs. Use dtype='bfloat16'"):
+        Trainer(LanguageModel(narrow), dynamic_loss_scale(optax.sgd(0.1)), mesh=mesh)
+    Trainer(Squares(module.clone(schedule="gpipe")), "sgd", mesh=mesh)
+    for allowed in (module, narrow):
+        Trainer(LanguageModel(allowed), "sgd", mesh=MeshSpec(fsdp=2))
+
+
+def test_a_step_of_your_own_trains_through_the_objective_under_1f1b_and_not_past_it():
+    objective, optimizer = LanguageModel(tiny_decoder(schedule="1f1b", num_layers=2)), make_optimizer("sgd")
+
+    def past(state, batch):
+        loss = jnp.sum(objective.module.apply(state.variables, batch["inputs"], train=True))
+        return state, {"loss": Ratio(loss, jnp.ones(()))}, jnp.ones((), bool)
+
+    def lowered(step):
+        return Trainer(objective, optimizer, mesh=MeshSpec(stage=2), step=step).lower(tiny_batch(rows=8))
+
+    assert "while" in lowered(update_step(objective, optimizer)).as_text()
+    with pytest.raises(ValueError, match=r"Use schedule='gpipe' for another loss. Received: a call with train=True"):
+        lowered(past)
+
+
+def test_1f1b_is_refused_for_another_loss_and_in_float16_where_a_module_is_called():
     module, tokens = tiny_decoder(schedule="1f1b"), jnp.zeros((8, 4), jnp.int32)
     variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     score = functools.partial(jax.eval_shape, functools.partial(module.apply, method="token_loss"), variables)
