@@ -14,11 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dew.arrays import Array, Float
-from dew.placement.rules import DEFAULT_RULES, resolve
+from dew.placement.rules import DEFAULT_RULES, STAGE, resolve
 
 GATHERED = "gathered_weight"
 """Residual name of a weight's gathered copy: no remat policy keeps it."""
-GATHERED_AXES = ("fsdp",)
+GATHERED_AXES = ("fsdp", STAGE)
 """Mesh axes that store a weight in parts and compute with it whole."""
 
 Initializer = Callable[..., Array]
@@ -110,9 +110,9 @@ def constrain_weights(weights: Any, names: Any) -> Any:
 
 
 def gathers_weights() -> bool:
-    """Say whether the mesh in context stores weights in parts that are gathered where they are used."""
+    """Say whether the mesh in context stores weights of layers in parts that are gathered where they are used."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not is_trivial_mesh(mesh) and any(mesh.shape.get(axis, 1) > 1 for axis in GATHERED_AXES)
+    return not is_trivial_mesh(mesh) and any(mesh.shape.get(axis, 1) > 1 for axis in GATHERED_AXES if axis != STAGE)
 
 
 def gather_weights(weights: Any, names: Any) -> Any:
@@ -127,9 +127,9 @@ def gather_weights(weights: Any, names: Any) -> Any:
         names: The same tree with a tuple of logical names per weight.
 
     Returns:
-        The weights, whole over fsdp and still split over tensor.
+        The weights, whole over fsdp, and tables over stages; still split over tensor.
     """
-    if not gathers_weights():
+    if is_trivial_mesh(jax.sharding.get_abstract_mesh()):
         return weights
     return jax.tree.map(_gathered, weights, names)
 

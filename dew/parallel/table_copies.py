@@ -2,7 +2,7 @@
 
 Entry points: `copies_of`, `look_up`, `copied_token_loss`. A copy is one device's own; its gradient stays on the device
 until the transpose of `copies_of` adds all of them. Bytes per step and device, with table H: H to gather it, H to sum
-its gradients, whatever the number of uses.
+its gradients, whatever the number of uses. A device holds both, whole, from the first use to the last.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.arrays import Array, Float, Int
 from dew.kernels.token_loss import token_loss, token_loss_and_gradients
-from dew.parallel.vocabulary import TOKEN_NAMES
+from dew.parallel.vocabulary import HEAD_NAMES, TOKEN_NAMES
 from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
 
 ROW_NAMES = ("activation_batch", "activation_length")
@@ -33,10 +33,7 @@ def copies_of(mesh: Any, table: Float[Array, "V D"], shape: tuple[int, int]) -> 
     Returns:
         The copies, one a device.
     """
-    axes = spec_axes(_spec(mesh, TOKEN_NAMES, shape))
-    whole = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
-    count = math.prod(mesh.shape[axis] for axis in axes)
-    return pinned_copies(mesh, jnp.broadcast_to(whole[None], (count, *table.shape)), shape)
+    return _copied(table, mesh, shape)
 
 
 def pinned_copies(mesh: Any, copies: Float[Array, "devices V D"], shape: tuple[int, int]) -> Array:
@@ -67,6 +64,26 @@ def copied_token_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Compute `dew.parallel.vocabulary.sharded_token_loss` with copies of the head; only three numbers travel."""
     return _scored(hidden, copies, targets, weights, mesh, _spec(mesh, TOKEN_NAMES, targets.shape), softcap, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copied(table, mesh, shape):
+    axes = spec_axes(_spec(mesh, TOKEN_NAMES, shape))
+    whole = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec()))
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    return pinned_copies(mesh, jnp.broadcast_to(whole[None], (count, *table.shape)), shape)
+
+
+def _copied_forward(table, mesh, shape):
+    return _copied(table, mesh, shape), None
+
+
+def _copied_backward(mesh, shape, residuals, cotangent):
+    stored = NamedSharding(mesh, _spec(mesh, HEAD_NAMES, cotangent.shape[1:]))
+    return (jax.lax.with_sharding_constraint(jnp.sum(cotangent, axis=0), stored),)
+
+
+_copied.defvjp(_copied_forward, _copied_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

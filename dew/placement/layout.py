@@ -22,6 +22,7 @@ from dew.placement.rules import (
     LAYERS,
     PARAMETER_AXES,
     STAGE,
+    STAGED,
     Refusal,
     Resolution,
     Rule,
@@ -148,11 +149,11 @@ class Layout:
         if not is_box(leaf):
             return _largest_over_fsdp(shape, mesh)
         resolution = resolve(leaf.names, shape, mesh, self.rules)
-        illegal = [axis for axis in _spec_axes_of_a_layer(leaf.names, resolution.spec) if axis not in PARAMETER_AXES]
+        illegal = _illegal_axes(leaf.names, resolution.spec)
         if illegal:
             raise LayoutRefused(
                 f"The rules put {path} {shape} on axis {illegal[0]!r} (names {tuple(leaf.names)}), but a parameter "
-                f"may only split over {', '.join(PARAMETER_AXES)}, and the layers of a bank over {STAGE}. Point that "
+                f"may only split over {', '.join(PARAMETER_AXES)}, and {' and '.join(STAGED)} over {STAGE}. Point that "
                 "rule at one of these or at None."
             )
         return resolution
@@ -332,10 +333,14 @@ def _layer_shape(leaf: Any) -> tuple[int, ...]:
     return tuple(size for name, size in zip(leaf.names, shape, strict=True) if name != LAYERS)
 
 
-def _spec_axes_of_a_layer(names: tuple[str | None, ...], spec: PartitionSpec) -> tuple[str, ...]:
-    """List the axes that split a leaf, but for the stages that share a bank's layers out."""
-    is_shared_out = bool(names) and names[0] == LAYERS and len(spec) > 0 and spec[0] == STAGE
-    return spec_axes(PartitionSpec(*spec[1:]) if is_shared_out else spec)
+def _illegal_axes(names: tuple[str | None, ...], spec: PartitionSpec) -> tuple[str, ...]:
+    """List the axes that split a leaf and may not."""
+    return tuple(
+        axis
+        for name, entry in zip(names, spec, strict=False)
+        for axis in spec_axes(PartitionSpec(entry))
+        if axis not in PARAMETER_AXES and not (axis == STAGE and name in STAGED)
+    )
 
 
 def _largest_over_fsdp(shape: tuple[int, ...], mesh: Any) -> Resolution:

@@ -22,6 +22,7 @@ __all__ = [
     "LAYERS",
     "PARAMETER_AXES",
     "STAGE",
+    "STAGED",
     "Refusal",
     "Resolution",
     "Rule",
@@ -35,7 +36,9 @@ Rule = tuple[str, str | tuple[str, ...] | None]
 PARAMETER_AXES = ("fsdp", "expert", "tensor")
 """The axes a stored parameter may split over."""
 LAYERS, STAGE = "layers", "stage"
-"""The dimension of a bank that counts layers, and the axis that may hold it and nothing else of a parameter."""
+"""The dimension of a bank that counts layers, and the axis that shares it out."""
+STAGED = (LAYERS, "vocab")
+"""The dimensions of parameters that may split over stages: layers, and the rows of tables, which all stages use."""
 
 DEFAULT_RULES: tuple[Rule, ...] = (
     ("layers", "stage"),
@@ -46,7 +49,9 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     ("ssm_groups", "tensor"),
     ("ssm_state", "tensor"),
     ("mlp", "tensor"),
+    ("vocab", ("tensor", "stage")),
     ("vocab", "tensor"),
+    ("vocab", "stage"),
     ("embed", "fsdp"),
     ("mlp", "fsdp"),
     ("vocab", "fsdp"),
@@ -227,7 +232,8 @@ def resolve(
         factor = math.prod(mesh.shape[axis] for axis in wanted)
         holder = next((other for other, used in chosen.items() if set(used) & set(wanted)), None)
         if holder is not None or shape[dim] % factor:
-            refusals.append(Refusal(dim=dim, name=name, size=shape[dim], axes=wanted, factor=factor, taken_by=holder))
+            refusal = Refusal(dim=dim, name=name, size=shape[dim], axes=wanted, factor=factor, taken_by=holder)
+            refusals += [] if refusal in refusals else [refusal]
             continue
         chosen[dim] = wanted
         deciding[dim] = f"{name} -> {'*'.join(wanted)}"

@@ -181,6 +181,9 @@ def test_a_rule_may_not_store_parameters_on_data_sequence_or_stage():
     layout = Layout(rules={"embed": "sequence"}, min_shard=1)
     with pytest.raises(LayoutRefused, match=r"params/embed_tokens/embedding.*'sequence'.*fsdp, expert, tensor"):
         layout.shardings(mesh, decoder())
+    layout = Layout(rules={"mlp": "stage"}, min_shard=1)
+    with pytest.raises(LayoutRefused, match=r"'stage'.* may only split over.*, and layers and vocab over stage"):
+        layout.shardings(build_mesh(MeshSpec(stage=2)), decoder(L=3))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,15 @@ def test_the_layers_of_a_bank_go_to_their_stages_whatever_their_size():
     assert placed["params/layers_0_3/mlp/gate_proj/kernel"] == P("stage", "fsdp")
 
 
+def test_the_rows_of_tables_split_over_tensor_and_stages_as_far_as_they_divide():
+    mesh = build_mesh(MeshSpec(stage=2, tensor=2, fsdp=2))
+    for rows, want in ((64, P(("tensor", "stage"), "fsdp")), (66, P("tensor", "fsdp")), (65, P(None, "fsdp"))):
+        placed = specs(FULL.shardings(mesh, decoder(V=rows)))
+        assert placed["params/embed_tokens/embedding"] == want
+    placed = specs(FULL.shardings(build_mesh(MeshSpec(stage=2, tensor=4)), decoder(V=66)))
+    assert placed["params/embed_tokens/embedding"] == P("stage")
+
+
 def test_rules_that_copy_the_layers_to_every_stage_are_refused():
     mesh, layout = build_mesh(MeshSpec(stage=2, fsdp=4)), Layout(rules={"layers": None}, min_shard=1)
     with pytest.raises(LayoutRefused, match=r"stage=2 share out the layers.*keep them whole.*\('layers', 'stage'\)"):
@@ -221,8 +233,8 @@ def test_rules_that_copy_the_layers_to_every_stage_are_refused():
 
 def test_the_summary_says_what_the_stages_hold():
     stage = FULL.explain(build_mesh(MeshSpec(stage=2)), decoder(), view()).axes[-1]
-    assert str(stage).startswith("stage=2 splits input_layernorm, mlp, self_attn")
-    assert "embed_tokens" in stage.whole
+    assert str(stage).startswith("stage=2 splits embed_tokens, input_layernorm, mlp, self_attn")
+    assert stage.whole == ("norm",)
 
 
 def test_explain_gives_the_reason_by_heads():
