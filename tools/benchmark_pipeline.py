@@ -1,7 +1,8 @@
 """Measure the pipeline schedules: idle share, temporaries and step time by schedule, microbatches and stages.
 
-Run `python tools/benchmark_pipeline.py`. On simulated devices the step time counts work, not waiting: an idle stage
-computes what nobody reads, so the time falls with the idle share as it would on real devices.
+Run `python tools/benchmark_pipeline.py`; it prints the table of docs/pipelines.md. On simulated devices the step time
+counts work, not waiting: an idle stage computes what nobody reads, so the time falls with the idle share as it would on
+real devices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Options:
 
     Attributes:
         stages: Stages of the meshes; the other devices go to fsdp.
-        microbatches: Microbatches for the smallest and the largest number of stages; multiples of all.
+        microbatches: Microbatches of a step; those that are no multiple of the stages are left out.
         rows: Rows of a microbatch on a device.
         length: Positions of a row.
         layers: Blocks, a multiple of every number of stages.
@@ -38,14 +39,14 @@ class Options:
     """
 
     stages: tuple[int, ...] = (2, 4, 8)
-    microbatches: tuple[int, ...] = (8, 16, 32)
+    microbatches: tuple[int, ...] = (4, 8, 16, 32)
     rows: int = 1
     length: int = 64
     layers: int = 8
     width: int = 64
     vocab: int = 256
     remat: str | None = None
-    samples: int = 3
+    samples: int = 5
     total_rows: int = 0
 
 
@@ -57,7 +58,8 @@ class Measurement:
         schedule: Its name.
         stages: Stages.
         microbatches: Microbatches.
-        idle: Share of the stages' time in which they are idle.
+        idle: Share of the stages' time in which they are idle, by the timetable.
+        computed_idle: The same share, of the operations that the compiled step does for the blocks.
         temporary_bytes: Temporaries of a step on one device.
         milliseconds: Step times.
         tokens: Tokens of a step.
@@ -67,23 +69,28 @@ class Measurement:
     stages: int
     microbatches: int
     idle: float
+    computed_idle: float
     temporary_bytes: int
     milliseconds: tuple[float, ...]
     tokens: int
 
     def row(self) -> str:
         """Write the measurement as a line of a Markdown table."""
-        times = "-"
+        times = "- | -"
         if self.milliseconds:
             middle, low, high = statistics.median(self.milliseconds), min(self.milliseconds), max(self.milliseconds)
             times = f"{middle:.0f} ({low:.0f}-{high:.0f}) | {1000 * middle / self.tokens:.1f}"
         size = f"{self.temporary_bytes / 2**20:.2f}"
-        return f"| {self.schedule} | {self.stages} | {self.microbatches} | {self.idle:.1%} | {size} | {times} |"
+        idle = f"{self.idle:.1%} | {self.computed_idle:.1%}"
+        return f"| {TITLES[self.schedule]} | {self.stages} | {self.microbatches} | {idle} | {size} | {times} |"
 
 
+TITLES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+STACK_PASSES = {"gpipe": 3, "1f1b": 4}
+"""Passes of a microbatch through a stage, a backward pass counted as two; one more where layers are recomputed."""
 HEADER = (
-    "| schedule | stages | microbatches | idle | temporaries, MiB per device | step, ms | microseconds per token |\n"
-    "| --- | --- | --- | --- | --- | --- | --- |"
+    "| schedule | stages | microbatches | idle | idle, of the operations | temporaries, MiB per device | "
+    "step, ms: median (range) | microseconds per token |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -130,7 +137,7 @@ def measure(options: Options, schedule: str, stages: int, microbatches: int) -> 
     trainer = trainer_of(options, schedule, stages, microbatches)
     rows = batch_divisor(trainer.mesh) * (options.total_rows or options.rows * microbatches)
     batch = {"tokens": np.random.default_rng(0).integers(0, options.vocab, (rows, options.length + 1))}
-    memory = trainer.lower(batch).compile().memory_analysis()
+    compiled = trainer.lower(batch).compile()
     times = _step_times(trainer, batch, options.samples) if options.samples else ()
     table = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}[schedule](stages, microbatches)
     return Measurement(
@@ -138,10 +145,25 @@ def measure(options: Options, schedule: str, stages: int, microbatches: int) -> 
         stages=stages,
         microbatches=microbatches,
         idle=table.bubble(),
-        temporary_bytes=int(memory.temp_size_in_bytes),
+        computed_idle=_computed_idle(options, trainer, compiled.as_text(), rows),
+        temporary_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
         milliseconds=times,
         tokens=rows * options.length,
     )
+
+
+def _computed_idle(options: Options, trainer: Any, text: str, rows: int) -> float:
+    """Give the share of the blocks' operations that an even split over the devices would not do."""
+    from flax import linen as nn
+
+    from dew.planning.flops import decoder_step_flops, program_flops
+
+    module, devices = trainer.objective.module, trainer.mesh.size
+    variables = nn.meta.unbox(trainer.abstract_variables())
+    head = 6 * rows * options.length * options.vocab * options.width
+    blocks = decoder_step_flops(module, variables, rows=rows, length=options.length) - head
+    passes = STACK_PASSES[module.schedule] + (options.remat == "full")
+    return 1 - blocks * passes / 3 / (program_flops(text) * devices - head)
 
 
 def _step_times(trainer: Any, batch: dict[str, np.ndarray], samples: int) -> tuple[float, ...]:
@@ -160,7 +182,7 @@ def main(options: Options) -> None:
     print(HEADER, flush=True)
     for schedule in ("gpipe", "1f1b"):
         for stages in options.stages:
-            for microbatches in options.microbatches:
+            for microbatches in (count for count in options.microbatches if count % stages == 0):
                 print(measure(options, schedule, stages, microbatches).row(), flush=True)
 
 

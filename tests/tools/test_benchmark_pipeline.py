@@ -1,0 +1,22 @@
+"""The pipeline benchmark counts the idle share that the timetable says, and prints the table of the documentation."""
+
+import pathlib
+
+import pytest
+
+from tools.benchmark_pipeline import HEADER, Options, measure
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pipelines.md"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_operations_of_a_step_show_the_idle_share_of_the_timetable(schedule):
+    options = Options(layers=2, width=32, length=32, vocab=80, samples=0)
+    found = measure(options, schedule, stages=2, microbatches=4)
+    assert found.idle == pytest.approx(1 / 5)
+    assert found.computed_idle == pytest.approx(found.idle, abs=0.02)
+    assert found.row().count("|") == HEADER.splitlines()[0].count("|")
+
+
+def test_the_documentation_has_the_table():
+    assert HEADER in DOCS.read_text()
