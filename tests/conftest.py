@@ -18,7 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 QUICK_COMPILATION = ["--xla_backend_optimization_level=0"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")  # Newer releases stop at flags they do not know.
-# Eight simulated devices wait for each other at every collective, and XLA ends the process where one is 40 seconds late.
+# Eight simulated devices wait for each other at every collective; XLA ends the process where one is 40 seconds late.
 # On a machine with other work that is no deadlock; a real one still ends, in five minutes.
 PATIENT_COLLECTIVES = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 os.environ["XLA_FLAGS"] = " ".join(
