@@ -36,7 +36,7 @@ def test_plan_reads_the_config_and_prints_bytes_per_device(capsys):
     assert "optimizer state" in text
     assert "fsdp=2 splits" in text
     assert "self_attn/q_proj/kernel" in text
-    assert main(["plan", LLAMA, "--mesh", "stage=2", "--min-shard", "1", "--schedule", "1f1b"]) == 0
+    assert main(["plan", LLAMA, "--mesh", "stage=3", "--min-shard", "1", "--schedule", "1f1b"]) == 0
     assert "whole token tables (1f1b)" in capsys.readouterr().out
 
 
