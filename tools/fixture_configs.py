@@ -20,6 +20,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeConfig,
@@ -268,6 +270,18 @@ FIXTURES = {
             logits_scaling=6.0,
             tie_word_embeddings=True,
             rope_parameters=PLAIN,
+        ),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        lambda: GptOssConfig(
+            **SPARSE | {"intermediate_size": 8},
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_limit=1.5,
+            swiglu_alpha=1.25,
+            sliding_window=8,
+            rope_parameters=YARN | {"truncate": False, "rope_theta": 500.0, "beta_fast": 4.0},
         ),
     ),
     "mamba2": (

@@ -90,14 +90,18 @@ def randomise(model, generator, sharpness):
             value = value - 1.0 if gemma else value
         elif name.endswith((".bias", "_bias")):
             value = 0.3 * draw
+        elif name.endswith(".sinks"):
+            value = draw
         elif any(table in name for table in ("embed_tokens", "embed_in", "embeddings", "wte", "wpe")):
             value = 0.1 * draw  # small beside eps ** 0.5, so that a wrong eps shows
             value = (
                 value / weight.shape[1] ** 0.5 if gemma else value / getattr(model.config, "embedding_multiplier", 1)
             )
         else:
-            # A kernel is [out, in], an expert's too, GPT-2's [in, out], the taps of a convolution [channels, 1, taps].
+            # A kernel is [out, in], an expert's too, GPT-2's and an expert's of gpt-oss [in, out], the taps of a
+            # convolution [channels, 1, taps].
             inputs = 0 if ".c_" in name and model.config.model_type == "gpt2" else -1
+            inputs = -2 if ".experts." in name and model.config.model_type == "gpt_oss" else inputs
             value = draw / math.sqrt(weight.shape[inputs])
             if name.endswith(ROUTERS):
                 value = 2 * value

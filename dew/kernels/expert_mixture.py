@@ -18,25 +18,31 @@ Banks = Mapping[str, Array]
 `_bias`: [E, F], [E, F] and [E, D]."""
 
 
+CLAMPED_ALPHA = 1.702
+"""Gain of the clamped form's sigmoid where nothing else is said."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertActivation:
     """What stands between an expert's projections: function(gate) * up, or the clamped form of gpt-oss.
 
     Attributes:
         function: Function of the gate.
-        limit: Bound of both projections. With it the result is gate * sigmoid(1.702 gate) * (up + 1), after the gate is
-            cut off above the limit and `up` on both sides; `function` is not used then.
+        limit: Bound of both projections. With it the result is gate * sigmoid(alpha * gate) * (up + 1), after the gate
+            is cut off above the limit and `up` on both sides; `function` is not used then.
+        alpha: Gain of that sigmoid.
     """
 
     function: Callable[[Array], Array]
     limit: float | None = None
+    alpha: float = CLAMPED_ALPHA
 
     def __call__(self, gate: Array, up: Array) -> Array:
         """Combine two projections of one shape."""
         if self.limit is None:
             return self.function(gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
 def expert_mixture(

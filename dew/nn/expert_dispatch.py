@@ -152,7 +152,7 @@ def _local(x: Array, weights: Any, extra: Mapping[str, Array], *, spec: Any, bin
 
 def _summed(x: Array, experts: Array, weights: Array, banks: Any, spec: Any, axes: _Axes) -> Array:
     """Sum each token's experts, over the devices that hold them or a part of their width."""
-    activation = ExpertActivation(ACTIVATIONS[spec.activation], spec.limit)
+    activation = ExpertActivation(ACTIVATIONS[spec.activation], spec.limit, spec.alpha)
 
     def apply(x, experts, weights, banks):
         # Of the devices that each add a part of the width, the first adds the last bias.

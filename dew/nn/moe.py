@@ -11,6 +11,7 @@ import jax
 from flax import linen as nn
 
 from dew.arrays import Array, Bool, Float, Int
+from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.expert_dispatch import BANK_NAMES, routed
 from dew.nn.linear import INITIAL_SCALE, Linear
 from dew.nn.mlp import ACTIVATIONS, Activation, Mlp, MlpSpec
@@ -30,6 +31,7 @@ class ExpertsSpec:
         router: How a token's experts are chosen.
         activation: Function of the gate.
         limit: Bound of the projections; with it the activation is gpt-oss' clamped form, see `ExpertActivation`.
+        alpha: Gain of the sigmoid in that form.
         bias: Whether the experts' projections add biases.
         shared: A perceptron that reads every token beside the experts; None for none.
         shared_gate: Whether the sigmoid of a projection scales what the shared perceptron adds.
@@ -42,6 +44,7 @@ class ExpertsSpec:
     router: RouterSpec
     activation: Activation = "silu"
     limit: float | None = None
+    alpha: float = CLAMPED_ALPHA
     bias: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False
@@ -61,6 +64,11 @@ class ExpertsSpec:
             raise ValueError(
                 "limit must be positive and replaces the activation, which is left at 'silu'. Received: "
                 f"limit={self.limit}, activation={self.activation!r}"
+            )
+        if self.alpha <= 0 or (self.limit is None and self.alpha != CLAMPED_ALPHA):
+            raise ValueError(
+                "alpha must be positive and belongs to the clamped form, which a limit asks for. Received: "
+                f"alpha={self.alpha}, limit={self.limit}"
             )
         if self.shared_gate and self.shared is None:
             raise ValueError("shared_gate=True needs a shared perceptron. Received: shared=None")

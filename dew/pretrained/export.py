@@ -147,10 +147,11 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
 
 # Fields of a model that decide what it computes; the others say how.
 _COMPUTED = ("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length")
-# Older spellings of fields that `config_dict` writes; kept beside them they would say something twice.
+# Older spellings of fields that `config_dict` writes, which kept beside them would say something twice; and what an
+# export is not: packed.
 _REWRITTEN = (
     *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
-    *("torch_dtype", "dtype", "_name_or_path", "transformers_version"),
+    *("torch_dtype", "dtype", "_name_or_path", "transformers_version", "quantization_config"),
 )
 
 

@@ -26,6 +26,7 @@ from dew.pretrained.families.fields import MAX_LAYERS, Fields
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
+from dew.pretrained.mxfp4 import is_mxfp4
 from dew.pretrained.place import ProgressCallback, place
 from dew.pretrained.progress import showing
 from dew.pretrained.recipe import Recipe, check_coverage, recipes
@@ -186,6 +187,8 @@ def describe(
         open_source = functools.partial(_open_directory, source, path, allow_pickle=allow_pickle)
         stored_dtype = _stored_dtype(config, path)
     family = family_of(config, source)
+    if family.unpacked is not None:
+        open_source = functools.partial(_open_unpacked, open_source, family.unpacked, source)
     _check_depth(config, source)
     arguments = family.translate(Fields(config, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
@@ -354,6 +357,18 @@ def _open_directory(source: str | Path, path: Path, *, allow_pickle: bool) -> Te
     return open_pickled(path) if allow_pickle and not has_safetensors(path) else open_safetensors(path)
 
 
+def _open_unpacked(
+    open_source: Callable[[], TensorSource], unpacked: Callable[[TensorSource, object], TensorSource], where: object
+) -> TensorSource:
+    """Open a checkpoint that may hold packed tensors, and give it back if they are damaged."""
+    source = open_source()
+    try:
+        return unpacked(source, where)
+    except CheckpointError:
+        source.close()
+        raise
+
+
 def _stored_dtype(config: dict[str, Any], path: Path) -> str:
     """The checkpoint's dtype: what its config says, else that of its largest kind of tensor, else float32."""
     stated = config.get("dtype") or config.get("torch_dtype")
@@ -362,6 +377,8 @@ def _stored_dtype(config: dict[str, Any], path: Path) -> str:
         if name not in COMPUTE_DTYPES:
             raise CheckpointError(f"{path}: dtype={stated!r} is not supported; known: {', '.join(COMPUTE_DTYPES)}.")
         return name
+    if is_mxfp4(config.get("quantization_config")):
+        return "bfloat16"  # what the packed values are exact in
     if not contained(path, SINGLE_NAME).exists():
         return "float32"
     weights = open_safetensors(path)

@@ -235,16 +235,31 @@ def _pieces(
         if not all(axis.start <= at < axis.stop for axis, at in zip(stacked, place, strict=True)):
             continue
         target = buffer[tuple(at - axis.start for axis, at in zip(stacked, place, strict=True))]
-        covering, inner = recipe.tensor_slices(index)
-        view = recipe.in_tensor_order(target)
-        unit = math.prod(recipe.factors[0][1:])
-        first, rows = covering[0].start, inner[0].stop
-        row_bytes = unit * math.prod(cover.stop - cover.start for cover in covering[1:]) * itemsize
-        step = max(1, PIECE_BYTES // max(1, row_bytes))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            read = (slice(first + start * unit, first + stop * unit), *covering[1:])
-            yield read, (slice(0, stop - start), *inner[1:]), view[start:stop]
+        yield from _cut(recipe, *recipe.tensor_slices(index), recipe.in_tensor_order(target), itemsize)
+
+
+def _cut(
+    recipe: Recipe,
+    covering: tuple[slice, ...],
+    inner: tuple[slice, ...],
+    view: np.ndarray,
+    itemsize: int,
+    dim: int = 0,
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], np.ndarray]]:
+    """Cut a read along a dimension of the tensor, and along the next where one row of it is too large for a piece."""
+    place, unit = sum(map(len, recipe.factors[:dim])), math.prod(recipe.factors[dim][1:])
+    first, rows = covering[dim].start, inner[place].stop
+    row_bytes = unit * math.prod(cover.stop - cover.start for cover in covering[dim + 1 :]) * itemsize
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        read = (*covering[:dim], slice(first + start * unit, first + stop * unit), *covering[dim + 1 :])
+        taken = (*inner[:place], slice(0, stop - start), *inner[place + 1 :])
+        part = view[(slice(None),) * place + (slice(start, stop),)]
+        if row_bytes > PIECE_BYTES and dim + 1 < len(covering):
+            yield from _cut(recipe, read, taken, part, itemsize, dim + 1)
+        else:
+            yield read, taken, part
 
 
 def _copy_piece(
@@ -264,13 +279,15 @@ def copy_tiled(target: np.ndarray, values: np.ndarray) -> None:
 
     Args:
         target: Written, cast to its dtype.
-        values: Read along its last dimension, which should be the fastest.
+        values: Read along its fastest dimension.
     """
+    if values.ndim > 1 and (read := _fastest(values)) != values.ndim - 1:
+        target, values = np.moveaxis(target, read, -1), np.moveaxis(values, read, -1)
     if target.dtype == values.dtype and target.dtype.kind not in "iub":
         # Plain words: extension dtypes such as bfloat16 copy element by element under the interpreter lock.
         word = np.dtype(f"u{target.dtype.itemsize}")
         target, values = target.view(word), values.view(word)
-    fast = min(range(target.ndim), key=lambda axis: (target.shape[axis] == 1, abs(target.strides[axis]), -axis))
+    fast = _fastest(target)
     if fast == target.ndim - 1:
         target[...] = converted(values, target.dtype)
         return
@@ -280,6 +297,11 @@ def copy_tiled(target: np.ndarray, values: np.ndarray) -> None:
             for column in range(0, to.shape[-1], TILE_COLUMNS):
                 tile = (slice(row, row + TILE_ROWS), ..., slice(column, column + TILE_COLUMNS))
                 to[tile] = converted(of[tile], target.dtype)
+
+
+def _fastest(array: np.ndarray) -> int:
+    """Find the dimension whose neighbours lie closest together."""
+    return min(range(array.ndim), key=lambda axis: (array.shape[axis] == 1, abs(array.strides[axis]), -axis))
 
 
 def converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -26,7 +26,8 @@ class Fused:
     """Several leaves stored one after the other in one tensor.
 
     Attributes:
-        dimension: The dimension of this leaf along which they follow each other.
+        dimension: The dimension of this leaf along which they follow each other; where they take turns, `1`, as the
+            innermost of a group.
         parts: Paths of all of them in their order, as in `Weight.path`.
     """
 
@@ -187,7 +188,8 @@ class Recipe:
         if self.cut is None:
             return tensor.reshape(factors)
         if self.cut_rows is None:
-            own = slice(self.cut.start, self.cut.start + self.layer_shape[self.order.index(self.cut.factor)])
+            size = 1 if self.cut.factor in self._ones else self.layer_shape[self.order.index(self.cut.factor)]
+            own = slice(self.cut.start, self.cut.start + size)
             return tensor.reshape(factors)[(slice(None),) * self.cut.factor + (own,)]
         rows = math.prod(self.factors[self.cut_rows])
         own = slice(self.cut.start, self.cut.start + rows)
@@ -287,7 +289,7 @@ def _cut(
         if physical not in shapes or rule.fused is None:
             raise ValueError(f"The tensor {weight.tensor!r} needs the leaf {part!r}, which the model lacks.")
         groups, order = parse(rule.arrangement)
-        sizes = dict(zip(order, shapes[physical][layer is not None :], strict=True))
+        sizes = {ONE: 1, **dict(zip(order, shapes[physical][layer is not None :], strict=True))}
         if part == weight.path:
             start = total
         rows = next((group for group in groups if group[0] == rule.fused.dimension), (rule.fused.dimension,))

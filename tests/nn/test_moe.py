@@ -26,6 +26,7 @@ FULL = ExpertsSpec(
         top_k=3, score="sigmoid", normalise=True, scale=1.5, groups=4, top_groups=2, bias=True, balance_bias=True
     ),
     limit=1.5,
+    alpha=1.3,
     bias=True,
     shared=MlpSpec(features=32),
     shared_gate=True,
@@ -38,7 +39,7 @@ def silu(gate, up):
 
 def clamped(gate, up):
     gate, up = np.minimum(gate, FULL.limit), np.clip(up, -FULL.limit, FULL.limit)
-    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return gate / (1 + np.exp(-FULL.alpha * gate)) * (up + 1)
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def dropped_by_loop(experts, is_token, capacity):
     return dropped
 
 
-CAPPED = ExpertsSpec(num_experts=E, features=F, router=RouterSpec(top_k=2), capacity_factor=0.75)
+CAPPED = ExpertsSpec(num_experts=E, features=F, router=RouterSpec(top_k=2), bias=True, capacity_factor=0.75)
 
 
 def test_a_capacity_drops_later_tokens_of_a_row_and_counts_them():
@@ -227,6 +228,8 @@ def test_an_expert_axis_that_does_not_divide_the_experts_is_refused():
         ({"activation": "tanh"}, r"activation must be one of .*Received: activation='tanh'"),
         ({"limit": -1.0}, r"limit must be positive and replaces the activation.*limit=-1\.0"),
         ({"limit": 7.0, "activation": "gelu"}, r"limit must be positive and replaces the activation.*'gelu'"),
+        ({"alpha": 2.0}, r"belongs to the clamped form.*Received: alpha=2\.0, limit=None"),
+        ({"alpha": 0.0, "limit": 7.0}, r"alpha must be positive.*Received: alpha=0\.0"),
         ({"shared_gate": True}, r"shared_gate=True needs a shared perceptron"),
         ({"capacity_factor": 0.0}, r"capacity_factor must be positive or None\. Received: capacity_factor=0\.0"),
     ],

@@ -5,7 +5,7 @@ import pathlib
 import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
@@ -15,7 +15,7 @@ NAMES = (
 )
 UNTIED = (
     *("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4", "mamba2", "bamba"),
-    *("mixtral", "qwen2_moe", "qwen3_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
 )
 
 

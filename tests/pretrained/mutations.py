@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.attention import AttentionSpec
 from dew.nn.embed import EmbeddingSpec, HeadSpec
 from dew.nn.mamba2 import Mamba2Spec
@@ -315,6 +316,59 @@ def with_experts(module, **fields):
     return with_layers(module, changed)
 
 
+def with_expert_fields(module, **fields):
+    """The model with other fields in every layer of experts."""
+    return with_layers(module, lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, **fields)))
+
+
+def unclamped_experts(module, variables):
+    return with_expert_fields(module, limit=1e6), variables
+
+
+def clamped_a_tenth_later(module, variables):
+    return with_expert_fields(module, limit=1.1 * module.expert_layers[0].limit), variables
+
+
+def another_alpha(module, variables):
+    return with_expert_fields(module, alpha=CLAMPED_ALPHA), variables
+
+
+def expert_biases_dropped(module, variables):
+    def zeroed(path, leaf):
+        return jnp.zeros_like(leaf) if path[-1].key.endswith("_proj_bias") else leaf
+
+    return module, jax.tree_util.tree_map_with_path(zeroed, variables)
+
+
+def gates_before_ups(module, variables):
+    """Takes the first half of an expert's columns for the gate, not every second."""
+
+    def halved(bank):
+        for ending in ("", "_bias"):
+            gate, up = bank[f"gate_proj{ending}"], bank[f"up_proj{ending}"]
+            columns = jnp.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], -1)
+            bank[f"gate_proj{ending}"], bank[f"up_proj{ending}"] = jnp.split(columns, 2, axis=-1)
+
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        halved(params[f"layers_{index}"]["mlp"]["experts"])
+    return module, view.stack({"params": params})
+
+
+def sinks_dropped(module, variables):
+    def emptied(path, leaf):
+        return jnp.full_like(leaf, -1e4) if path[-1].key == "sinks" else leaf
+
+    return module, jax.tree_util.tree_map_with_path(emptied, variables)
+
+
+def bounds_truncated(module, variables):
+    return with_rotary(
+        module, lambda spec: {"scaling": dataclasses.replace(spec.rotary.scaling, truncate=True)}
+    ), variables
+
+
 def weights_not_divided(module, variables):
     return with_experts(module, score="softmax", normalise=False), variables
 
@@ -412,6 +466,9 @@ MUTATIONS = {
     "qwen2_moe": [*EXPERTS, weights_divided, shared_perceptron_ungated, windows_everywhere, biases_dropped],
     "qwen3_moe": [*EXPERTS, weights_not_divided, head_norms_swapped],
     "granitemoe": [*EXPERTS, weights_not_divided, full_residuals, unscaled_embeddings, unscaled_logits],
+    "gpt_oss": [*EXPERTS, weights_not_divided, windows_everywhere, window_one_longer, window_one_shorter]
+    + [unscaled_rotary, bounds_truncated, sinks_dropped, biases_dropped, expert_biases_dropped, gates_before_ups]
+    + [unclamped_experts, clamped_a_tenth_later, another_alpha],
     "glm4": [halves_rotated, whole_heads_rotated, outer_norms_swapped, biases_dropped, gates_swapped],
     "mamba2": [*SCANS, scans_normalised_together, unbounded_steps, biases_dropped],
     "bamba": [*SCANS, whole_heads_rotated, biases_dropped, gates_swapped],

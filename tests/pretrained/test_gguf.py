@@ -138,13 +138,14 @@ def test_a_frequency_table_is_not_ignored(written):
         load_pretrained(path)
 
 
-def test_another_architecture_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "mamba")
-    writer.add_uint32("mamba.block_count", 1)
+@pytest.mark.parametrize("name", ["mamba", "gpt-oss"])
+def test_another_architecture_is_refused(name, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", name)
+    writer.add_uint32(f"{name}.block_count", 1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"architecture 'mamba' is not supported\. Known: llama"):
+    with pytest.raises(CheckpointError, match=rf"architecture '{name}' is not supported\. Known: llama"):
         describe(tmp_path / "a.gguf")
 
 

@@ -115,6 +115,19 @@ def test_small_pieces_and_one_part_at_a_time_give_the_same(monkeypatch):
     assert len(source.reads) > 16
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_too_large_for_a_piece_is_cut_along_the_next_dimension(rows, monkeypatch):
+    recipe = Recipe("leaf", (4, 8, 5), ("t",), False, "E D (F 1) -> E D F", Cut(3, 1, 2))
+    tensor = np.random.default_rng(0).normal(size=(4, 8, 10)).astype(np.float32)
+    read, sizes = Held.read, []
+    monkeypatch.setattr(Held, "read", lambda *given: sizes.append((part := read(*given)).shape) or part)
+    monkeypatch.setattr(placing, "PIECE_BYTES", rows * 40)
+    sharding = NamedSharding(build_mesh(MeshSpec(expert=2)), PartitionSpec("expert"))
+    leaf = place([recipe], {"leaf": sharding}, Held(t=tensor))["leaf"]
+    np.testing.assert_array_equal(leaf, tensor[..., 1::2])
+    assert set(sizes) == ({(1, 1, 10)} if rows == 1 else {(1, 3, 10), (1, 2, 10)})
+
+
 def test_a_read_that_fails_ends_the_load_and_leaves_no_array():
     class Failing(Held):
         def read(self, name, index):
@@ -152,8 +165,9 @@ def test_a_placed_leaf_survives_donation_of_its_replicas():
 @given(st.integers(1, 3), st.data())
 def test_tiles_copy_every_order_of_dimensions(ndim, data):
     shape = tuple(data.draw(st.integers(1, 40)) for _ in range(ndim))
-    order = data.draw(st.permutations(range(ndim)))
-    values = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    order, stored = (data.draw(st.permutations(range(ndim))) for _ in range(2))
+    values = np.arange(np.prod(shape), dtype=np.uint16).reshape([shape[axis] for axis in stored])
+    values = values.transpose(np.argsort(stored))
     target = np.zeros([shape[axis] for axis in order], data.draw(st.sampled_from([np.uint16, np.float32])))
     copy_tiled(target.transpose(np.argsort(order)), values)
     np.testing.assert_array_equal(target, values.transpose(order))

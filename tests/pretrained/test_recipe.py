@@ -116,6 +116,27 @@ def test_parts_of_one_tensor_may_have_rows_of_their_own_shape():
     np.testing.assert_array_equal(written, tensor)
 
 
+TURNS = fused_weights(
+    "l.{i}.gate_up",
+    ("params/layers_{i}/gate", "E D (F 1) -> E D F", "1"),
+    ("params/layers_{i}/up", "E D (F 1) -> E D F", "1"),
+)
+
+
+def test_the_columns_of_two_leaves_may_take_turns():
+    tensor = np.arange(3 * 4 * 10.0).reshape(3, 4, 10)
+    written, shapes = np.zeros_like(tensor), {f"params/layers_0_1/{name}": (2, 3, 4, 5) for name in ("gate", "up")}
+    for first, recipe in enumerate(recipes(TURNS, shapes, VIEW)):
+        assert (recipe.tensor_shape, recipe.cut) == ((3, 4, 10), Cut(3, first, 2))
+        want = tensor[..., first::2]
+        for index in ((slice(0, 3), slice(0, 4), slice(0, 5)), (slice(1, 2), slice(1, 3), slice(2, 5))):
+            covering, inner = recipe.tensor_slices(index)
+            got = recipe.in_leaf_order(tensor[covering].reshape(recipe.read_factors(covering))[inner])
+            np.testing.assert_array_equal(got, want[index])
+        recipe.in_leaf_order(recipe.part_of(written))[...] = want
+    np.testing.assert_array_equal(written, tensor)
+
+
 def test_a_fused_tensor_needs_all_of_its_parts():
     with pytest.raises(ValueError, match=r"'l\.\{i\}\.qkv' needs the leaf 'params/layers_\{i\}/v'"):
         recipes(QKV, {"params/layers_0_1/q": (2, 5, 4, 3), "params/layers_0_1/k": (2, 5, 2, 3)}, VIEW)

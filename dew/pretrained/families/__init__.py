@@ -14,6 +14,7 @@ from dew.pretrained.families import (
     glm4,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     granitemoe,
     granitemoehybrid,
@@ -40,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         *(llama, qwen3, mistral, qwen2, gemma, gemma2, gemma3, smollm3, olmo2, olmo3, granite, phi3),
         *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
-        *(mixtral, qwen3_moe, qwen2_moe, granitemoe),
+        *(mixtral, qwen3_moe, qwen2_moe, granitemoe, gpt_oss),
         *(mamba2, bamba, granitemoehybrid),
     )
 }

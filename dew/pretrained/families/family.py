@@ -10,6 +10,7 @@ from typing import Any
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.recipe import Weight
+from dew.pretrained.source import TensorSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class Family:
         config_dict: Model to config fields; raises ValueError for a model the config cannot express.
         weights: Rules of all its weights.
         ignorable: Globs of tensors that old exports carry and that hold no weight.
+        unpacked: View of a checkpoint, which is named for errors, with packed tensors under the names of `weights`;
+            None where the family packs none.
     """
 
     model_type: str
@@ -31,6 +34,7 @@ class Family:
     config_dict: Callable[[CausalTransformer], dict[str, Any]]
     weights: tuple[Weight, ...]
     ignorable: tuple[str, ...] = ()
+    unpacked: Callable[[TensorSource, object], TensorSource] | None = None
 
 
 IGNORABLE = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
