@@ -10,7 +10,7 @@ from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import load_pretrained
 from tests.pretrained.checkpoints import FIXTURES
 
-PROMPTS = [[5, 9, 2, 44, 17, 3, 8, 71, 20, 31, 6, 12], [7, 7, 30]]
+PROMPTS = [[5, 9, 2, 44, 17, 3, 8, 61, 20, 31, 6, 12], [7, 7, 30]]
 NEW = 20
 
 
@@ -24,12 +24,17 @@ def by_whole_passes(model, prompt):
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
-def test_generation_is_the_argmax_of_whole_passes(name):
+SPLIT = {"fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "name, mesh", [("gemma3_text", SPLIT), ("olmo3", SPLIT), ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2})]
+)
+def test_generation_is_the_argmax_of_whole_passes(name, mesh):
     model = load_pretrained(FIXTURES / name)
     want = [by_whole_passes(model, prompt) for prompt in PROMPTS]
     assert len({tuple(row) for row in want}) == len(want)
-    for mesh in (build_mesh(MeshSpec(), jax.devices()[:1]), {"fsdp": 2, "tensor": 2}):
-        placed = load_pretrained(FIXTURES / name, mesh=mesh, layout=Layout(min_shard=1, tolerance=0.5))
+    for each in (build_mesh(MeshSpec(), jax.devices()[:1]), mesh):
+        placed = load_pretrained(FIXTURES / name, mesh=each, layout=Layout(min_shard=1, tolerance=0.5))
         got = generate(placed.module, placed.variables, PROMPTS, max_new_tokens=NEW)
         assert [list(row) for row in got.tokens] == want

@@ -115,7 +115,7 @@ def test_each_device_unpacks_its_own_part_in_small_pieces(mesh, monkeypatch, ten
     assert bank.addressable_shards[0].data.size == bank.size // 8
     sizes = [nbytes for name, nbytes in reads if "experts" in name and not name.endswith("_bias")]
     assert max(sizes) <= 512
-    # Gate and up are every second column of one tensor, which each of them reads: three times the values of one.
+    # Gate and up are every second column of one tensor, which each of them reads whole; layers and bytes are two too.
     assert sum(sizes) == 2 * (2 * 2 * bank.size + bank.size) * 2
 
 

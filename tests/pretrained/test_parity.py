@@ -73,7 +73,7 @@ MESHES = [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"tensor": 2}]
     [(name, mesh) for name in ("llama_untied", "qwen3") for mesh in MESHES]
     + [(name, MESHES[1]) for name in ("gemma2", "gemma3_text")]
     + [("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2}), ("qwen2_moe", {"expert": 2, "fsdp": 2, "sequence": 2})]
-    + [("gpt_oss", {"expert": 2, "tensor": 2, "sequence": 2})],
+    + [("gpt_oss", {"expert": 2, "fsdp": 2, "sequence": 2})],
 )
 def test_logits_are_the_same_on_every_mesh(name, mesh, reference):
     want = reference(name)
