@@ -392,7 +392,8 @@ def expert_gates_swapped(module, variables):
 
 def experts_reversed(module, variables):
     def turned(path, leaf):
-        return leaf[..., ::-1, :, :] if "experts" in str(path) else leaf
+        # Behind the experts a bank has two dimensions, a bias one.
+        return jnp.flip(leaf, -2 if path[-1].key.endswith("_bias") else -3) if "experts" in str(path) else leaf
 
     return module, jax.tree_util.tree_map_with_path(turned, variables)
 
