@@ -84,7 +84,11 @@ class Feeder:
             arrays, cut = self._arrays(rows.arrays), None
             if split:
                 arrays, cut = split_rows(arrays, split)
-            return self._source(arrays, batch_size, seed), None if cut is None else _Rows(cut), [f"fit: {rows.report}"]
+            return (
+                self._source(arrays, batch_size, seed),
+                None if cut is None else _Rows(cut),
+                [self._described("fit", rows)],
+            )
         if self._streams_language(x, y):
             if split:
                 raise ValueError(f"validation_split goes with rows, not with a {type(x).__name__}.")
@@ -162,7 +166,7 @@ class Feeder:
         self._refuse_targets(y)
         if sample_weight is None and self._takes_language(x, y):
             rows = self._rows(x, _row_length(like))
-            return self._source(self._arrays(rows.arrays), batch_size, None), [f"{what}: {rows.report}"]
+            return self._source(self._arrays(rows.arrays), batch_size, None), [self._described(what, rows)]
         if sample_weight is None and self._streams_language(x, y):
             return language_stream(x, self._stream_batch, sharing=self.engine.sharing), []
         self._need_targets(x, y)
@@ -227,10 +231,18 @@ class Feeder:
             length=length if compiled.sequence_length is None else compiled.sequence_length,
             packing=compiled.packing,
             max_length=self.engine.module.max_length,
+            fits=self.engine.takes_row_length,
         )
+
+    def _described(self, what: str, rows: LanguageRows) -> str:
+        """Say what became of the texts, and how a mesh cuts the rows."""
+        slices, length = self.engine.mesh.shape["sequence"], rows.report.length
+        cut = f", rows cut over sequence={slices} into {length // slices} positions each" if slices > 1 else ""
+        return f"{what}: {rows.report}{cut}"
 
     def _arrays(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Token rows for the token cross entropy; inputs and targets for a Keras loss on logits."""
+        self.engine.check_row_length(arrays["tokens"].shape[1] - 1, packed="segment_ids" in arrays)
         if self._has_token_loss:
             return dict(arrays)
         check_token_ids(self.engine.module, arrays["tokens"], positions=arrays["tokens"].shape[1] - 1)

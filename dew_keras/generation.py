@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
-from dew.inference.decode_mesh import decode_mesh, move_leaf_by_leaf, stored_axes
+from dew.inference.decode_mesh import decode_mesh, decode_place, move_leaf_by_leaf, stored_axes
 from dew.inference.sampling import Strategy
 from dew.inference.task import TextGeneration
 from dew_keras.compiled import resolve_sampler
@@ -87,24 +87,14 @@ def run_generate(
 def _decoding(engine: Engine, wanted: Any) -> contextlib.AbstractContextManager[Mesh]:
     """Have the engine's weights where they can decode: where they are, or moved while the context is entered."""
     if wanted is not None:
-        mesh = decode_mesh(engine.mesh, wanted)
-        return _weights_on(engine, mesh, _places(engine, mesh, checked=True))
-    if stored := stored_axes(engine.variables):
-        mesh = decode_mesh(engine.mesh, stored=stored)
-        return _weights_on(engine, mesh, _places(engine, mesh, checked=False))
-    return contextlib.nullcontext(engine.mesh)
-
-
-def _places(engine: Engine, mesh: Mesh, *, checked: bool) -> Any:
-    """Place the weights on a decode mesh by the model's layout.
-
-    One that the user named is checked like that of `compile`. On a folded one a device holds no more than in training.
-    """
-    abstract = engine.abstract_variables()
-    places = engine.layout.shardings(mesh, abstract)
-    if checked:
+        mesh, abstract = decode_mesh(engine.mesh, wanted), engine.abstract_variables()
+        places = engine.layout.shardings(mesh, abstract)
         engine.layout.check(mesh, abstract, places, engine.view)
-    return places
+        return _weights_on(engine, mesh, places)
+    if stored_axes(engine.variables):
+        place = decode_place(engine.mesh, engine.layout, engine.abstract_variables(), engine.view)
+        return _weights_on(engine, place.mesh, place.shardings)
+    return contextlib.nullcontext(engine.mesh)
 
 
 @contextlib.contextmanager

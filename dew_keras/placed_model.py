@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from dew.nn.backbones.staging import refuse_unscheduled
-from dew.nn.exchange_report import check_row_length
+from dew.nn.exchange_report import check_row_length, takes_row_length
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
@@ -118,6 +118,24 @@ class PlacedModel:
         with jax.set_mesh(self.mesh), rules, microbatched_into(self.microbatches):
             yield
 
+    def check_row_length(self, length: int, *, packed: bool) -> None:
+        """Refuse rows of a length that some layer could not compute on the mesh, before anything is traced.
+
+        Args:
+            length: Positions of a row.
+            packed: Whether rows hold documents or padding.
+
+        Raises:
+            LayoutRefused: With lengths that every layer takes.
+        """
+        with nn.logical_axis_rules(self.layout.rules):
+            check_row_length(self.module, self.mesh, length, packed=packed)
+
+    def takes_row_length(self, length: int) -> bool:
+        """Say whether every layer computes packed or padded rows of a length on the mesh."""
+        with nn.logical_axis_rules(self.layout.rules):
+            return takes_row_length(self.module, self.mesh, length, packed=True)
+
     def configure(
         self,
         compiled: Compiled,
@@ -151,7 +169,8 @@ class PlacedModel:
         module = self._configured_module(remat, schedule, precision[0])
         new_mesh = as_mesh(mesh)
         if compiled.sequence_length is not None:
-            check_row_length(module, new_mesh, compiled.sequence_length)
+            with nn.logical_axis_rules((layout or Layout()).rules):
+                check_row_length(module, new_mesh, compiled.sequence_length)
         refuse_unstaged(new_mesh.shape[STAGE], module)
         refuse_unscheduled(module, new_mesh.shape[STAGE], scored_by)
         # Built first: what is refused must leave the model as it was.

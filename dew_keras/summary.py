@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from dew.nn.attention_report import attention_report
+from flax import linen as nn
+
+from dew.inference.decode_mesh import decode_mesh, decode_place
+from dew.nn.attention_report import attention_report, cache_report
+from dew.placement.layout import LayoutRefused
 from dew.placement.memory import format_bytes
+from dew.placement.mesh import BATCH_AXES
 from dew.placement.stacks import is_box
 from dew.tree import named_leaves
 from dew_keras.engine import Engine
@@ -48,16 +54,36 @@ def summary_text(engine: Engine, name: str, *, with_leaves: bool = False) -> str
     lines.append(explained.summary())
     lines.append(f"Weights: {_where(engine)}")
     if engine.is_language_model:
-        lines.extend(attention_report(module, mesh=engine.mesh))
+        with nn.logical_axis_rules(engine.layout.rules):
+            shards = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
+            lines.extend(attention_report(module, mesh=engine.mesh, rows=shards))
+            lines.extend(cache_report(module, mesh=decode_mesh(engine.mesh)))
+        lines.extend(_generating(engine, tree, explained.bytes_per_device))
     if with_leaves:
         lines.append(explained.table())
     return "\n".join(lines)
 
 
+def _generating(engine: Engine, tree: Any, held: int) -> list[str]:
+    """Say on which mesh a model generates whose own has axes that decoding cannot use, and what devices hold there."""
+    try:
+        place = decode_place(engine.mesh, engine.layout, tree, engine.view)
+    except LayoutRefused as refusal:
+        return [f"Generates on no mesh of itself: {refusal}"]
+    if place.mesh is engine.mesh:
+        return []
+    sizes = f"{format_bytes(place.bytes)} of weights per device"
+    more = f", more than the {format_bytes(held)} of training" if place.bytes > held else ""
+    return [f"Generates on {_factors(place.mesh)}: {sizes}{more}"]
+
+
 def _mesh_text(engine: Engine) -> str:
-    shape = dict(engine.mesh.shape)
-    used = ", ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
-    return f"{math.prod(shape.values())} devices" + (f" as {used}" if used else "")
+    used = _factors(engine.mesh)
+    return f"{engine.mesh.size} devices" + (f" as {used}" if used else "")
+
+
+def _factors(mesh: Any) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
 
 
 def _where(engine: Engine) -> str:

@@ -55,16 +55,23 @@ class LanguageRows:
 
 
 def make_rows(
-    inputs: Any, tokenizer: Tokenizer | None, *, length: int | None, packing: bool, max_length: int | None
+    inputs: Any,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int | None,
+    packing: bool,
+    max_length: int | None,
+    fits: Callable[[int], bool],
 ) -> LanguageRows:
     """Turn language-model inputs into token rows.
 
     Args:
         inputs: Texts, prompts with responses, chats or token rows.
         tokenizer: Needed for everything but token rows.
-        length: Positions of a row; None takes the longest document.
+        length: Positions of a row; None takes the longest document, in a length that the mesh takes.
         packing: Whether documents share rows.
         max_length: The model's context.
+        fits: Says whether the mesh takes rows of a length.
     """
     if isinstance(inputs, str):
         raise ValueError(
@@ -72,7 +79,7 @@ def make_rows(
         )
     if is_token_rows(inputs):
         length, packing = None, False  # the rows are made already
-    rows, report = language_rows(inputs, tokenizer, length, packing, max_length=max_length)
+    rows, report = language_rows(inputs, tokenizer, length, packing, max_length=max_length, fits=fits)
     return LanguageRows(arrays=dict(rows), report=report)
 
 

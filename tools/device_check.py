@@ -42,6 +42,7 @@ class Sizes:
         vocab: Their vocabulary.
         gigabytes: Size of the checkpoint that is loaded.
         samples: Timed samples.
+        width: Width of the model whose use of the device is measured.
     """
 
     length: int
@@ -49,10 +50,25 @@ class Sizes:
     vocab: int
     gigabytes: float
     samples: int
+    width: int
 
 
-FULL = Sizes(length=2048, layers=30, vocab=49152, gigabytes=2.0, samples=5)
-TINY = Sizes(length=640, layers=2, vocab=256, gigabytes=0.02, samples=1)
+FULL = Sizes(length=2048, layers=30, vocab=49152, gigabytes=2.0, samples=5, width=2048)
+TINY = Sizes(length=640, layers=2, vocab=256, gigabytes=0.02, samples=1, width=32)
+PEAKS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 4080": 97e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bfloat16 operations a second of a device whose kind contains the name, from the makers' data sheets."""
 
 
 def tool(name: str) -> Any:
@@ -165,13 +181,159 @@ def kernels(sizes: Sizes) -> Iterator[str]:
         called = [kernel for kernel, name in KERNEL_NAMES.items() if name in program.as_text()]
         if called != ([] if choice.kernel == "xla" else [choice.kernel]):
             raise AssertionError(f"{case.name}: the table chose {choice}, the program calls {called or 'no kernel'}")
-        errors = [
-            float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
-            for a, b in zip(program(*heads), want, strict=True)
-        ]
+        errors = _worst(program(*heads), want)
         if not max(errors) < TOLERANCE[case.dtype]:
             raise AssertionError(f"{case.name} by {choice.kernel}: {errors} of the largest value, {TOLERANCE} allowed")
         yield f"{case.name}, {case.dtype}: {choice}; values {errors[0]:.1e}, gradients {max(errors[1:]):.1e}"
+
+
+def _worst(got: Any, want: Any) -> list[float]:
+    """Largest differences of arrays, each over the largest value wanted."""
+    import jax.numpy as jnp
+
+    wide = [(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)) for a, b in zip(got, want, strict=True)]
+    return [float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide]
+
+
+def blocks(sizes: Sizes) -> Iterator[str]:
+    """Compare XLA's attention in blocks with the one that keeps all logits, both in float32."""
+    import jax
+
+    from dew.kernels import attention_xla
+
+    for case in (dataclasses.replace(case, dtype="float32") for case in CASES if case.head_dim == 64):
+        heads, visibility, sinks, _ = _call(case, sizes.length)
+        found = []
+        for queries in (0, sizes.length):
+            usual, attention_xla.DENSE_QUERIES = attention_xla.DENSE_QUERIES, queries
+            try:
+                with jax.default_matmul_precision("highest"):
+                    found.append(_gradient(case, visibility, sinks, "xla")(*heads))
+            finally:
+                attention_xla.DENSE_QUERIES = usual
+        errors = _worst(*found)
+        if not max(errors) < TOLERANCE["float32"]:
+            raise AssertionError(f"{case.name}: {errors} of the largest value, {TOLERANCE['float32']} allowed")
+        yield f"{case.name}: values {errors[0]:.1e}, gradients {max(errors[1:]):.1e}"
+
+
+def grouped_products(sizes: Sizes) -> Iterator[str]:
+    """Compare the products of sorted rows with a product per group, values and gradients, and time both forms."""
+    import jax
+    import jax.numpy as jnp
+
+    from dew.kernels.grouped_matmul import grouped_matmul
+
+    keys, groups = jax.random.split(jax.random.key(0), 3), 8
+    counts = jnp.asarray([sizes.length // 4, 0, 1, sizes.length // 2, 7, sizes.length // 8, 3, 5], jnp.int32)
+    rows = jax.random.normal(keys[0], (sizes.length, 4 * sizes.width), "bfloat16")
+    banks = jax.random.normal(keys[1], (groups, 4 * sizes.width, 2 * sizes.width), "bfloat16") / sizes.width**0.5
+    group = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(sizes.length), side="right")
+    mask = jax.nn.one_hot(group, groups, dtype=jnp.float32)
+
+    def gradients(product: Callable[..., Any], *operands: Any) -> Any:
+        def loss(*operands: Any) -> tuple[Any, Any]:
+            out = product(*operands)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+        by_operands, out = jax.grad(loss, (0, 1), has_aux=True)(*operands)
+        return out, *by_operands
+
+    def by_group(rows: Any, banks: Any) -> Any:
+        return sum((rows @ banks[number]) * mask[:, number : number + 1] for number in range(groups))
+
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(gradients, by_group))(rows.astype("float32"), banks.astype("float32"))
+    for implementation in ("blocks", "ragged"):
+        product = functools.partial(grouped_matmul, sizes=counts, implementation=implementation)
+        run = jax.jit(functools.partial(gradients, product))
+        errors = _worst(jax.block_until_ready(run(rows, banks)), want)
+        if not max(errors) < TOLERANCE["bfloat16"]:
+            raise AssertionError(f"{implementation}: {errors} of the largest value")
+        began = time.perf_counter()
+        jax.block_until_ready([run(rows, banks) for _ in range(sizes.samples)])
+        took = (time.perf_counter() - began) / sizes.samples
+        yield f"{implementation}: values {errors[0]:.1e}, gradients {max(errors[1:]):.1e}, {1e3 * took:.2f} ms"
+
+
+def _small_trainer(device: Any, optimizer: str) -> Any:
+    """Build the trainer of a small float32 decoder on a mesh of one device."""
+    from dew.objectives.language import LanguageModel
+    from dew.placement import MeshSpec, build_mesh
+    from dew.training.trainer import Trainer
+
+    module = tool("collectives").llama_like(
+        layers=2, width=128, heads=4, kv_heads=2, mlp=256, vocab=256, length=64, remat=None
+    )
+    return Trainer(LanguageModel(module), optimizer, mesh=build_mesh(MeshSpec(), [device]))
+
+
+def one_device(sizes: Sizes) -> Iterator[str]:
+    """Train on a mesh of one device, here and on the host's CPU: the same losses and weights."""
+    import jax
+
+    batches = [{"tokens": np.random.default_rng(seed).integers(1, 256, (8, 65)).astype(np.int32)} for seed in range(3)]
+    start, found = None, []
+    with jax.default_matmul_precision("highest"):
+        for device in (jax.devices()[0], jax.devices("cpu")[0]):
+            trainer = _small_trainer(device, "sgd")
+            start = jax.device_get(trainer.place().variables) if start is None else start
+            loop = trainer.loop(trainer.place(jax.tree.map(np.copy, start)))
+            losses = [result.read()["loss"].value() for result in loop.run(batches)]
+            found.append((losses, jax.tree.leaves(jax.device_get(loop.state.params))))
+    (losses, weights), (cpu_losses, cpu_weights) = found
+    error = max(_worst(weights, cpu_weights))
+    if not np.allclose(losses, cpu_losses, rtol=1e-5) or not error < 1e-4:
+        raise AssertionError(f"losses {losses}, on the CPU {cpu_losses}; weights differ by {error}")
+    yield f"losses {', '.join(f'{loss:.5f}' for loss in losses)}; weights differ from the CPU's by {error:.1e}"
+
+
+def rejected_update(sizes: Sizes) -> Iterator[str]:
+    """Run the conditional of the update both ways: a batch without a scored token changes no bit, the next one does."""
+    import jax
+
+    trainer = _small_trainer(jax.devices()[0], "adamw")
+    loop = trainer.loop(trainer.place())
+    tokens = np.random.default_rng(0).integers(1, 256, (8, 65)).astype(np.int32)
+    changed = []
+    for scored in (True, False, True):
+        before = jax.tree.leaves(jax.device_get((loop.state.params, loop.state.opt_state)))
+        loop.step({"tokens": tokens, "loss_mask": np.full(tokens.shape, scored)}).read()
+        after = jax.tree.leaves(jax.device_get((loop.state.params, loop.state.opt_state)))
+        changed.append(any(not np.array_equal(a, b) for a, b in zip(after, before, strict=True)))
+    if changed != [True, False, True]:
+        raise AssertionError(f"changed {changed} by batches with, without and with scored tokens")
+    yield "an update that is rejected leaves weights and moments as they were"
+
+
+def utilisation(sizes: Sizes) -> Iterator[str]:
+    """Time a bfloat16 step with recomputation and say how many of the operations it needs that makes a second."""
+    import jax
+
+    from dew.objectives.language import LanguageModel
+    from dew.placement import MeshSpec, build_mesh
+    from dew.planning.flops import decoder_step_flops
+    from dew.training.placing import plain
+    from dew.training.trainer import Trainer
+
+    rows, width = 4, sizes.width
+    shape = {"layers": 8, "width": width, "heads": width // 16, "kv_heads": width // 16, "mlp": 4 * width}
+    if width >= 1024:
+        shape |= {"heads": width // 128, "kv_heads": width // 256}
+    module = tool("collectives").llama_like(**shape, vocab=16 * width, length=sizes.length, remat=None)
+    mesh = build_mesh(MeshSpec(), jax.devices()[:1])
+    trainer = Trainer(LanguageModel(module.clone(dtype="bfloat16")), "adamw", mesh=mesh)
+    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), rows=rows, length=sizes.length)
+    loop, seconds = trainer.loop(trainer.place()), []
+    tokens = np.random.default_rng(0).integers(1, 16 * width, (rows, sizes.length + 1)).astype(np.int32)
+    for _ in range(2 + sizes.samples):
+        began = time.perf_counter()
+        loop.step({"tokens": tokens}).read()
+        seconds.append(time.perf_counter() - began)
+    rate, kind = needed / float(np.median(seconds[2:])), jax.devices()[0].device_kind
+    peak = next((value for name, value in PEAKS.items() if name in kind), None)
+    share = f"{rate / peak:.1%} of {peak / 1e12:.0f}" if peak else f"the peak of a {kind} is not known here"
+    yield f"{needed / 1e12:.3g} TFLOP a step, {rate / 1e12:.3g} TFLOP a second: {share}"
 
 
 def kernel_speed(sizes: Sizes) -> Iterator[str]:
@@ -199,9 +361,10 @@ def kernel_speed(sizes: Sizes) -> Iterator[str]:
 
 
 def load(sizes: Sizes) -> Iterator[str]:
-    """Stream a checkpoint onto the devices beside a plain read of its files."""
+    """Stream a checkpoint onto the devices, reading ahead, beside a plain read; every value is that of a CPU's load."""
     import jax
 
+    from dew.placement import MeshSpec, build_mesh
     from dew.pretrained import load_pretrained
 
     bench = tool("benchmark_load")
@@ -215,6 +378,10 @@ def load(sizes: Sizes) -> Iterator[str]:
         loaded = load_pretrained(source, mesh={"fsdp": len(jax.devices())})
         jax.block_until_ready(loaded.variables)
         took = time.perf_counter() - began
+        here = load_pretrained(source, mesh=build_mesh(MeshSpec(), jax.devices("cpu")[:1])).variables
+        for a, b in zip(jax.tree.leaves(loaded.variables), jax.tree.leaves(here), strict=True):
+            if not np.array_equal(jax.device_get(a), jax.device_get(b)):
+                raise AssertionError(f"a leaf of shape {a.shape} differs from the one that a CPU loaded")
     yield f"{size / 1e9:.2f} GB onto {len(jax.devices())} devices in {took:.2f} s; a plain read took {read:.2f} s"
 
 
@@ -306,11 +473,16 @@ def decode_speed(sizes: Sizes) -> Iterator[str]:
 PARTS: dict[str, Callable[[Sizes], Iterator[str]]] = {
     "devices": devices,
     "kernels": kernels,
+    "blocks": blocks,
+    "grouped": grouped_products,
+    "one device": one_device,
+    "rejected update": rejected_update,
     "kernel speed": kernel_speed,
     "facade": facade,
     "host memory": host_memory,
     "collectives": collective_names,
     "load": load,
+    "utilisation": utilisation,
     "train speed": train_speed,
     "decode speed": decode_speed,
 }
@@ -336,7 +508,7 @@ def check(parts: dict[str, Callable[[Sizes], Iterator[str]]], sizes: Sizes, budg
             print(f"== {name}", flush=True)
             results[name] = _ended(functools.partial(part, sizes))
         print(f"== {name}: {results[name]} ({time.perf_counter() - start:.1f} s)\n", flush=True)
-    print("\n".join(f"{name:14}  {result}" for name, result in results.items()))
+    print("\n".join(f"{name:15}  {result}" for name, result in results.items()))
     return results
 
 

@@ -1,17 +1,22 @@
 """What each device computes in a training step: operations of its matrix products beside an even split of one device's.
 
 Run `python -m tools.flops --mesh fsdp=2,tensor=4 --layers 4`. Both programs are compiled as the trainer compiles them
-and read from their optimised HLO, loops times their trip counts; nothing is allocated or run.
+and read from their optimised HLO, loops times their trip counts; nothing is run. The loop over experts' rows, whose
+length the routing decides, counts as at an even one: 2 D F tokens top_k / devices a product.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from dew.nn.moe import ExpertsSpec
 from dew.planning.flops import Product, matrix_products
 from tools.collectives import llama_like
 
@@ -24,23 +29,38 @@ class StepFlops:
         devices: Devices of the mesh.
         vocab_size: Rows of the token table.
         products: The products of one device.
+        expert_rows: Rows that the experts of a device compute at an even routing; 0 without experts.
+        expert_weight: Elements of one matrix of an expert on a device.
     """
 
     devices: int
     vocab_size: int
     products: tuple[Product, ...]
+    expert_rows: int = 0
+    expert_weight: int = 1
 
     @property
     def per_device(self) -> int:
         """Operations of one device."""
-        return sum(product.flops for product in self.products)
+        return sum(map(self.flops, self.products))
+
+    def flops(self, product: Product) -> int:
+        """Count the operations of one product, experts at an even routing."""
+        unknown = product.trips.count(None)
+        if unknown == 0:
+            return product.flops
+        # A loop of unknown length around that over blocks sends the tokens that an even routing does not leave over.
+        block, rest = divmod(math.prod(product.shape) * product.contracted, self.expert_weight)
+        if self.expert_rows == 0 or rest:
+            raise ValueError(f"{product} is in a loop whose length nothing tells.")
+        return product.flops * self.expert_rows // block if unknown == 1 else 0
 
     def by_part(self) -> dict[str, int]:
         """Operations of one device by the part of the model they belong to."""
         parts: dict[str, int] = {}
         for product in self.products:
             name = part_of(product, self.vocab_size)
-            parts[name] = parts.get(name, 0) + product.flops
+            parts[name] = parts.get(name, 0) + self.flops(product)
         return parts
 
 
@@ -52,8 +72,18 @@ def step_flops(trainer: Any, batch: Mapping[str, Any]) -> StepFlops:
         batch: One host batch as its objective reads it.
     """
     text = trainer.lower(batch).compile().as_text()
-    vocab_size = trainer.objective.module.vocab_size
-    return StepFlops(devices=trainer.mesh.size, vocab_size=vocab_size, products=tuple(matrix_products(text)))
+    module, mesh = trainer.objective.module, trainer.mesh
+    rows, length = np.shape(batch["tokens"])
+    experts = next((layer.mlp for layer in module.layers if isinstance(layer.mlp, ExpertsSpec)), None)
+    routed = {}
+    if experts is not None:
+        tensor = math.gcd(mesh.shape["tensor"], experts.features)
+        slots = rows * (length - 1) * experts.router.top_k
+        routed = {
+            "expert_rows": slots * mesh.shape["tensor"] // mesh.size,
+            "expert_weight": module.features * experts.features // tensor,
+        }
+    return StepFlops(devices=mesh.size, vocab_size=module.vocab_size, products=tuple(matrix_products(text)), **routed)
 
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -66,6 +96,8 @@ def part_of(product: Product, vocab_size: int) -> str:
         product: One product of its step.
         vocab_size: Rows of its token table, unlike its other sizes.
     """
+    if None in product.trips:
+        return "experts"
     for part in _PARTS:
         if f"/{part}/" in product.op_name:
             return part
@@ -111,7 +143,6 @@ def main(arguments: list[str] | None = None) -> None:
 def _compiled(options: argparse.Namespace) -> tuple[StepFlops, StepFlops]:
     """Compile the step on the mesh and on one device."""
     import jax
-    import numpy as np
 
     import dew
     from dew.objectives.language import LanguageModel

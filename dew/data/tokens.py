@@ -5,7 +5,7 @@ Entry point: `language_rows`. It returns the rows and a report of what was cut a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from dew.data.chat import is_chat
 from dew.data.packing import Document, fill_rows, plan_rows
 from dew.data.text import Tokenizer
 
+MOST_STEPS = 1024
+"""Multiples of 16 that are tried for the length of rows without a longest context."""
 _FIELDS = ("tokens", "loss_mask", "segment_ids", "positions")
 _FORMS = (
     "texts (strings), {'prompts': [...], 'responses': [...]}, chats (lists of role/content messages), an integer "
@@ -70,6 +72,7 @@ def language_rows(
     packing: bool = False,
     *,
     max_length: int | None = None,
+    fits: Callable[[int], bool] | None = None,
 ) -> tuple[dict[str, np.ndarray], RowReport]:
     """Turn language-model inputs into rows of one length.
 
@@ -85,6 +88,8 @@ def language_rows(
         packing: Put several documents into a row, first fit. Texts longer than a row are then
             continued in further rows instead of being cut.
         max_length: The model's context, in positions.
+        fits: Says whether rows of a length can be computed, such as cut over a mesh; it decides which multiple of 16
+            `length=None` takes, or which length where no multiple within the context will do. None takes any.
 
     Returns:
         `tokens`, `segment_ids`, `positions` int32 [rows, T + 1] and `loss_mask` bool
@@ -101,7 +106,7 @@ def language_rows(
         raise ValueError("Texts and chats need a tokenizer. Give one, or give token rows [rows, T + 1].")
     documents, splittable = _documents(inputs, tokenizer)
     longest = max(len(document.tokens) for document in documents)
-    width = _row_length(longest, length, max_length) + 1
+    width = (_row_length(length, max_length) if length is not None else _own_length(longest, max_length, fits)) + 1
     pieces = [piece for document in documents for piece in _fit(document, width, split=packing and splittable)]
     rows = fill_rows(
         pieces, plan_rows([len(piece.tokens) for piece in pieces], width, packing=packing), width, tokenizer.pad_id
@@ -126,10 +131,19 @@ def language_rows(
     return rows, report
 
 
-def _row_length(longest: int, length: int | None, max_length: int | None) -> int:
-    if length is None:
-        rounded = max(-(-(longest - 1) // 16) * 16, 16)
-        return rounded if max_length is None else min(rounded, max_length)
+def _own_length(longest: int, max_length: int | None, fits: Callable[[int], bool] | None) -> int:
+    """Choose the positions of rows whose longest document has `longest` tokens."""
+    rounded = max(-(-(longest - 1) // 16) * 16, 16)
+    largest = rounded + 16 * MOST_STEPS if max_length is None else max_length
+    if fits is None:
+        return min(rounded, largest)
+    longer = (size for step in (16, 1) for size in range(rounded, largest + 1, step) if fits(size))
+    shorter = (size for size in range(min(rounded, largest), 0, -1) if fits(size))
+    # What fits nowhere is refused where it is computed, with its reason.
+    return next(longer, None) or next(shorter, None) or min(rounded, largest)
+
+
+def _row_length(length: int, max_length: int | None) -> int:
     if length < 1:
         raise ValueError(f"The sequence length must be at least 1. Received: {length}")
     if max_length is not None and length > max_length:
@@ -243,7 +257,7 @@ def _given_rows(
             f"Token rows of {tokens.shape[1]} tokens have the sequence length {tokens.shape[1] - 1}. "
             f"Received: length={length}"
         )
-    _row_length(tokens.shape[1], tokens.shape[1] - 1, max_length)
+    _row_length(tokens.shape[1] - 1, max_length)
     return _typed(rows), _given_report(rows)
 
 

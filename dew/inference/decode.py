@@ -19,15 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dew.inference.decode_mesh import decode_mesh, decode_view
 from dew.inference.layer_views import decodes_layer_by_layer, layer_views
 from dew.inference.prefill import (
+    SEEN_NAMES,
     RequestArrays,
     cache_shardings,
     last_logits,
     prefill_function,
     prompt_rows,
     rows_are_finite,
+    seen_sharding,
 )
 from dew.inference.programs import compiled_program
-from dew.inference.sampling import Greedy, Sampling, SamplingKind, Strategy, as_sampling, draw_tokens
+from dew.inference.sampling import Greedy, Sampling, SamplingKind, Strategy, as_sampling, draw_tokens, with_token
+from dew.nn.sharding import constrain
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh, batch_divisor, build_mesh
 from dew.placement.partition import batch_sharding
@@ -90,6 +93,8 @@ class DecodeState(NamedTuple):
     """bool `[B]`, rows whose logits were numbers at every token."""
     cache: Any
     """Keys and values of everything before `token`."""
+    seen: Any
+    """bool `[B, V]`, the tokens that a row holds, `token` included; None where the draw has no penalty."""
 
 
 def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) -> Callable[..., Any]:
@@ -102,11 +107,13 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) 
         slots: Slots of the cache, and of the rows of new tokens.
 
     Returns:
-        Function of (variables, cache, first token, whether its logits were numbers, request) giving new tokens
-        `[B, S]`, counts `[B]`, stopped `[B]`, finite `[B]` and the cache.
+        Function of (variables, cache, first token, whether its logits were numbers, request, tokens of the prompts)
+        giving new tokens `[B, S]`, counts `[B]`, stopped `[B]`, finite `[B]` and the cache.
     """
 
-    def run_steps(variables: Any, cache: Any, token: jax.Array, finite: jax.Array, request: RequestArrays) -> Any:
+    def run_steps(
+        variables: Any, cache: Any, token: jax.Array, finite: jax.Array, request: RequestArrays, seen: Any
+    ) -> Any:
         key = jax.random.wrap_key_data(request.key_data, impl=key_impl)
 
         def record(state: DecodeState, token: jax.Array, finite: jax.Array, cache: Any) -> DecodeState:
@@ -122,6 +129,7 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) 
                 stopped=stopped,
                 finite=state.finite & (finite | ~state.active),
                 cache=cache,
+                seen=None if state.seen is None else constrain(with_token(state.seen, token), SEEN_NAMES),
             )
 
         def step(state: DecodeState) -> DecodeState:
@@ -131,7 +139,7 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) 
                 variables, state.token[:, None], positions=positions[:, None], cache=state.cache, method="hidden_states"
             )
             logits = last_logits(module, variables, hidden)
-            token = draw_tokens(logits, kind, request.numbers, key, request.rows, positions + 1)
+            token = draw_tokens(logits, kind, request.numbers, key, request.rows, positions + 1, state.seen)
             return record(state, token, rows_are_finite(logits), cache)
 
         B = token.shape[0]
@@ -144,6 +152,7 @@ def decode_function(module: Any, kind: SamplingKind, key_impl: str, slots: int) 
             stopped=jnp.zeros(B, bool),
             finite=jnp.ones(B, bool),
             cache=cache,
+            seen=seen,
         )
         end = jax.lax.while_loop(lambda state: state.active.any(), step, record(start, token, finite, cache))
         return end.tokens, end.counts, end.stopped, end.finite, end.cache
@@ -257,11 +266,11 @@ def _run(
         "prefill",
         prefill_function(module, draw.kind, draw.key_impl, slots),
         prompts,
-        out_shardings=(by_row, by_row, placements),
+        out_shardings=(by_row, by_row, placements, seen_sharding(module, mesh, rules, tokens.shape[0])),
     )
-    token, finite, cache = prefill(*prompts)
+    token, finite, cache, seen = prefill(*prompts)
 
-    steps = (layer_views(variables, stacks) if is_split else variables, cache, token, finite, request)
+    steps = (layer_views(variables, stacks) if is_split else variables, cache, token, finite, request, seen)
     decode = compiled(
         "decode",
         decode_function(stepper, draw.kind, draw.key_impl, slots),

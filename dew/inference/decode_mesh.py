@@ -1,21 +1,26 @@
 """Where decoding runs: a mesh of the same devices without the axes that a token at a time cannot use.
 
-Entry points: `decode_mesh` says which mesh, `decode_view` gives weights on it without a copy where each device holds
-its parts already, `move_leaf_by_leaf` brings them to any other mesh with one leaf twice at most.
+Entry points: `decode_mesh` says which mesh, `decode_place` which of those that folding gives, `decode_view` gives
+weights on it without a copy where each device holds its parts already, `move_leaf_by_leaf` brings them to any other
+mesh with one leaf twice at most.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dew.placement.layout import LayoutRefused
+from dew.nn.sharding import unboxed
+from dew.placement.layout import Layout, LayoutRefused
+from dew.placement.memory import bytes_per_device
 from dew.placement.mesh import AXES, MeshSpec, as_mesh, build_mesh
 from dew.placement.rules import spec_axes
+from dew.placement.stacks import StackView
 from dew.tree import map_named, named_leaves
 
 FOLDED_AXES = ("sequence", "stage")
@@ -30,8 +35,8 @@ def decode_mesh(
     Args:
         mesh: The mesh of the weights, with the six axes.
         wanted: A mesh of the same devices, a spec or a mapping of its fields; None folds sequence and stage into data.
-        stored: Axes that hold weights in parts, as `stored_axes` lists them. They fold into fsdp instead, so that a
-            device holds no more of the model than before.
+        stored: Axes that fold into fsdp instead, such as those that hold weights in parts: where fsdp then divides the
+            weights, a device holds no more of the model than before.
 
     Returns:
         The mesh; `mesh` itself where there is nothing to fold.
@@ -58,7 +63,63 @@ def decode_mesh(
     return found
 
 
-def _folded(mesh: Mesh, stored: Collection[str] = ()) -> Mesh:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePlace:
+    """Where the weights of a model are while it decodes.
+
+    Attributes:
+        mesh: The mesh, concrete or planned as that of training.
+        shardings: Where every weight is.
+        bytes: Bytes of weights that one device holds.
+    """
+
+    mesh: Any
+    shardings: Any
+    bytes: int
+
+
+def decode_place(mesh: Any, layout: Layout, declared: Any, stacks: StackView) -> DecodePlace:
+    """Choose where a model decodes that is laid out on a mesh, by the bytes a device then holds.
+
+    Stages hold layers in parts. Folded into fsdp they hold other parts of all layers, unless its larger number does not
+    divide the weights; folded into data they hold copies. Of what `Layout.check` accepts, the smaller one is taken.
+
+    Args:
+        mesh: The mesh of training, concrete or planned.
+        layout: The rules.
+        declared: The variables in the boxes that declare their names, in the dtype they are held in.
+        stacks: How banks stand for layers.
+
+    Returns:
+        The place; the mesh itself where there is nothing to fold.
+
+    Raises:
+        LayoutRefused: If either leaves too much of the model whole on every device.
+    """
+    trained = layout.shardings(mesh, declared)
+    used = {axis for place in jax.tree.leaves(trained) for axis in spec_axes(place.spec)}
+    stored = tuple(axis for axis in FOLDED_AXES if axis in used)
+    found, refusals = [], []
+    for into_fsdp in dict.fromkeys((stored, ())):
+        folded = _folded(mesh, into_fsdp)
+        shardings = layout.shardings(folded, declared)
+        try:
+            if stored:
+                layout.check(folded, declared, shardings, stacks)
+        except LayoutRefused as refusal:
+            refusals.append(str(refusal))
+            continue
+        held = bytes_per_device(unboxed(declared), shardings)
+        found.append(DecodePlace(mesh=folded, shardings=shardings, bytes=held))
+    if not found:
+        raise LayoutRefused(
+            f"Without its {' and '.join(stored)} axis the mesh cannot hold the model to generate. {refusals[0]} "
+            "Or name another mesh of the same devices: generate(..., mesh=...)."
+        )
+    return min(found, key=lambda place: place.bytes)
+
+
+def _folded(mesh: Any, stored: Collection[str] = ()) -> Any:
     """Turn the folded axes into data, or fsdp, each device keeping its place on the other axes.
 
     A sequence axis splits positions and a stage axis layers that run one after the other: neither splits one token of
@@ -74,6 +135,8 @@ def _folded(mesh: Mesh, stored: Collection[str] = ()) -> Mesh:
     order = [AXES.index(axis) for together in parts.values() for axis in together]
     sizes = {axis: math.prod(mesh.shape[name] for name in together) for axis, together in parts.items()}
     shape = [sizes.get(axis, 1) for axis in AXES]
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return Mesh(mesh.devices.transpose(order).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dew.inference.sampling import SamplingKind, draw_tokens
+from dew.inference.sampling import SamplingKind, draw_tokens, tokens_seen
 from dew.nn.cache import Cache
+from dew.nn.sharding import constrain
 from dew.placement.rules import Rule, resolve
 
+SEEN_NAMES = ("activation_batch", "activation_vocab")
+"""Names of which tokens a row holds, [B, V]."""
 SMALLEST_PROMPT = 32
 """Slots of the smallest prefill. Shorter prompts cost a few padded tokens and save a compilation."""
 SMALLEST_CACHE = 128
@@ -64,7 +67,7 @@ class RequestArrays(NamedTuple):
     stop_ids: jax.Array
     """int32 `[n]`, tokens that end a row, padded with -1."""
     numbers: jax.Array
-    """float32 `[3]`, `Sampling.numbers`."""
+    """float32 `[5]`, `Sampling.numbers`."""
     key_data: jax.Array
     """uint32, the numbers of a PRNG key."""
 
@@ -173,10 +176,11 @@ def prefill_function(module: Any, kind: SamplingKind, key_impl: str, slots: int)
 
     Returns:
         Function of (variables, tokens `[B, P]`, request) giving the first token `[B]`, whether its logits were numbers
-        `[B]`, and the cache with the slots of the longest prompt used.
+        `[B]`, the cache with the slots of the longest prompt used, and the tokens of each prompt `[B, V]`, None where
+        the kind has no penalty.
     """
 
-    def run_prompts(variables: Any, tokens: jax.Array, request: RequestArrays) -> tuple[jax.Array, jax.Array, Cache]:
+    def run_prompts(variables: Any, tokens: jax.Array, request: RequestArrays) -> tuple[Any, ...]:
         B, P = tokens.shape
         before = jnp.arange(P, dtype=jnp.int32)[None, :] - (P - request.lengths[:, None])
         hidden, cache = module.apply(
@@ -189,8 +193,11 @@ def prefill_function(module: Any, kind: SamplingKind, key_impl: str, slots: int)
         )
         logits = last_logits(module, variables, hidden)
         key = jax.random.wrap_key_data(request.key_data, impl=key_impl)
-        token = draw_tokens(logits, kind, request.numbers, key, request.rows, request.lengths)
-        return token, rows_are_finite(logits), reseated_cache(cache, request.longest, slots)
+        seen = None
+        if kind.has_penalty:
+            seen = constrain(tokens_seen(tokens, before >= 0, logits.shape[-1]), SEEN_NAMES)
+        token = draw_tokens(logits, kind, request.numbers, key, request.rows, request.lengths, seen)
+        return token, rows_are_finite(logits), reseated_cache(cache, request.longest, slots), seen
 
     return run_prompts
 
@@ -250,3 +257,15 @@ def cache_shardings(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int,
         return NamedSharding(mesh, resolve(names, leaf.shape, mesh, rules).spec)
 
     return jax.tree.map(placed, shapes, shapes.logical_names())
+
+
+def seen_sharding(module: Any, mesh: Mesh, rules: tuple[Rule, ...], rows: int) -> NamedSharding:
+    """Place the marks of which tokens each row holds: rows over the data axes, the vocabulary over tensor.
+
+    Args:
+        module: The model.
+        mesh: A mesh with the six axes.
+        rules: Logical rules.
+        rows: Rows `B`.
+    """
+    return NamedSharding(mesh, resolve(SEEN_NAMES, (rows, module.vocab_size), mesh, rules).spec)

@@ -129,7 +129,8 @@ def token_budgets(
         max_length: Tokens of prompt and answer together, or None.
         max_new_tokens: Tokens of the answer, or None.
         context: The model's context in tokens.
-        generation_config: The checkpoint's defaults; its `max_new_tokens` counts where neither limit is given.
+        generation_config: The checkpoint's defaults; its `max_new_tokens`, else its `max_length`, counts where neither
+            limit is given.
 
     Returns:
         A number per prompt.
@@ -157,6 +158,9 @@ def token_budgets(
             return [1] * len(prompts)
         if wanted is not None:
             return [max(1, min(int(wanted), context - len(prompt))) for prompt in prompts]
+        total = generation_config.get("max_length")
+        if total is not None:
+            return [max(1, min(int(total), context) - len(prompt)) for prompt in prompts]
         max_length = context if longest >= DEFAULT_TOTAL_LENGTH else min(context, DEFAULT_TOTAL_LENGTH)
     elif max_length > context:
         raise ValueError(f"max_length={max_length} exceeds the model's context of {context}. Use {context} or less.")

@@ -1,16 +1,15 @@
-"""How the next token is drawn from the logits: greedy, temperature, top-k, top-p.
+"""How the next token is drawn from the logits: a penalty on repetition, then greedy, temperature, top-k, top-p, min-p.
 
 Entry points: `Sampling` (the record the engine reads), the strategies `Greedy`, `Temperature`, `TopK`, `TopP`,
-and `draw_tokens`. The order temperature, top-k, top-p is that of transformers; top-p is nucleus sampling
-(https://arxiv.org/abs/1904.09751, section 3.1).
+and `draw_tokens`. The order is that of transformers. Top-p is nucleus sampling (https://arxiv.org/abs/1904.09751,
+section 3.1), min-p https://arxiv.org/abs/2407.01082, the penalty https://arxiv.org/abs/1909.05858, section 4.1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ class SamplingKind(NamedTuple):
     is_greedy: bool
     has_top_k: bool
     has_top_p: bool
+    has_min_p: bool
+    has_penalty: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class Sampling:
         top_k: Keep the `top_k` largest logits (and what ties with the last of them); None keeps all.
         top_p: Then keep the fewest largest tokens whose probability reaches `top_p` (and what ties with the
             last of them); 1.0 keeps all.
+        min_p: Then keep the tokens that are at least `min_p` times as likely as the likeliest; 0.0 keeps all.
+        repetition_penalty: Before all that, logits of tokens that the row holds already, its prompt included, are
+            divided by it where they are positive and multiplied where negative; 1.0 changes none. Greedy heeds it too.
 
     Raises:
         ValueError: If a number leaves no distribution to draw from.
@@ -42,6 +46,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -53,20 +59,29 @@ class Sampling:
             raise ValueError(f"top_k must be a whole number of 1 or more, or None. Received: top_k={self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (1 keeps all). Received: top_p={self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 (keeps all) to 1. Received: min_p={self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                "repetition_penalty must be a positive number (1 changes nothing). "
+                f"Received: repetition_penalty={self.repetition_penalty}"
+            )
 
     @property
     def kind(self) -> SamplingKind:
         """The part that changes the compiled program."""
+        has_penalty = self.repetition_penalty != 1
         if self.temperature == 0:
-            return SamplingKind(True, False, False)
-        return SamplingKind(False, self.top_k is not None, self.top_p < 1)
+            return SamplingKind(True, False, False, False, has_penalty)
+        return SamplingKind(False, self.top_k is not None, self.top_p < 1, self.min_p > 0, has_penalty)
 
     @property
     def numbers(self) -> np.ndarray:
-        """The part that is an argument of the program: float32 `[temperature, top_k, top_p]`."""
+        """The part that is an argument: float32 `[temperature, top_k, top_p, min_p, repetition_penalty]`."""
         # Vocabularies stay far below 2**24, so a float32 holds every useful top_k exactly.
         top_k = min(self.top_k or 2**24, 2**24)
-        return np.asarray([self.temperature, top_k, self.top_p], np.float32)
+        numbers = [self.temperature, top_k, self.top_p, self.min_p, self.repetition_penalty]
+        return np.asarray(numbers, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,66 +153,6 @@ def as_sampling(sampler: Strategy) -> Sampling:
     return record
 
 
-# A field of generation_config.json that changes the draw, and the value that switches it off.
-_CONTROLS_OFF: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "penalty_alpha": (0, 0.0),
-    "min_p": (0, 0.0),
-    "typical_p": (1, 1.0),
-    "epsilon_cutoff": (0, 0.0),
-    "eta_cutoff": (0, 0.0),
-    "top_h": (),
-    "repetition_penalty": (1, 1.0),
-    "encoder_repetition_penalty": (1, 1.0),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "sequence_bias": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "min_new_tokens": (0,),
-    "min_length": (0,),
-    "guidance_scale": (1, 1.0),
-    "diversity_penalty": (0, 0.0),
-    "dola_layers": (),
-    "watermarking_config": (),
-}
-
-
-def sampling_from_config(generation_config: Mapping[str, Any] | None) -> Sampling:
-    """Read the draw that a checkpoint's `generation_config.json` asks for.
-
-    Args:
-        generation_config: The file's fields; None or an empty mapping is greedy, as in transformers.
-
-    Returns:
-        Greedy unless `do_sample` is true; then its temperature, top_k (50 when absent, transformers' default)
-        and top_p.
-
-    Raises:
-        ValueError: If the file switches on a control that is not implemented.
-    """
-    config = dict(generation_config or {})
-    for name, off in _CONTROLS_OFF.items():
-        value = config.get(name)
-        if value is not None and value not in off:
-            raise ValueError(
-                f"The checkpoint's generation_config.json sets {name}={value!r}, which this version does not apply. "
-                "Pass sampling=, for example Greedy() or TopP(p=0.9), to choose the draw yourself."
-            )
-    if not config.get("do_sample", False):
-        return Sampling(temperature=0.0)
-
-    def given(name: str, default: Any) -> Any:
-        value = config.get(name)
-        return default if value is None else value
-
-    # transformers writes top_k=0 for "keep all".
-    return Sampling(temperature=given("temperature", 1.0), top_k=given("top_k", 50) or None, top_p=given("top_p", 1.0))
-
-
 def _ordered_bits(values: jax.Array) -> jax.Array:
     """Map float32 to uint32 so that the unsigned order is the order of the floats."""
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
@@ -227,12 +182,12 @@ def _keep_largest(values: jax.Array, weights: jax.Array, target: jax.Array) -> j
 
 
 def restrict_logits(logits: jax.Array, kind: SamplingKind, numbers: jax.Array) -> jax.Array:
-    """Apply temperature, top-k and top-p to the logits.
+    """Apply temperature, top-k, top-p and min-p to the logits.
 
     Args:
         logits: `[B, V]`.
         kind: Which of the cuts are on; not greedy.
-        numbers: float32 `[temperature, top_k, top_p]`.
+        numbers: `Sampling.numbers`.
 
     Returns:
         float32 `[B, V]`, minus infinity where a token may not be drawn.
@@ -244,7 +199,28 @@ def restrict_logits(logits: jax.Array, kind: SamplingKind, numbers: jax.Array) -
     if kind.has_top_p:
         keep = _keep_largest(_ordered_bits(logits), jax.nn.softmax(logits, axis=-1), numbers[2])
         logits = jnp.where(keep, logits, -jnp.inf)
+    if kind.has_min_p:
+        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers[3])
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
     return logits
+
+
+def tokens_seen(tokens: jax.Array, real: jax.Array, vocab_size: int) -> jax.Array:
+    """Mark the tokens that each row holds: bool `[B, V]` from ids and whether they count, both `[B, P]`."""
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    marks = jnp.zeros((tokens.shape[0], vocab_size), bool)
+    return marks.at[rows, jnp.where(real, tokens, vocab_size)].set(True, mode="drop")
+
+
+def with_token(seen: jax.Array, token: jax.Array) -> jax.Array:
+    """Mark one more token a row; elementwise, so that a vocabulary that is split stays so."""
+    return seen | (jax.lax.broadcasted_iota(jnp.int32, seen.shape, 1) == token[:, None])
+
+
+def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Make tokens that rows hold already less likely where the penalty is above 1: float32 `[B, V]`."""
+    logits = logits.astype(jnp.float32)
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def first_largest(logits: jax.Array) -> jax.Array:
@@ -260,7 +236,13 @@ def first_largest(logits: jax.Array) -> jax.Array:
 
 
 def draw_tokens(
-    logits: jax.Array, kind: SamplingKind, numbers: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Array
+    logits: jax.Array,
+    kind: SamplingKind,
+    numbers: jax.Array,
+    key: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """Choose one token a row.
 
@@ -274,10 +256,14 @@ def draw_tokens(
         key: One PRNG key; not read when greedy.
         rows: int32 `[B]` global row numbers.
         positions: int32 `[B]` position, inside its own row, of the token to draw.
+        seen: bool `[B, V]` tokens that each row holds; None where the kind has no penalty.
 
     Returns:
         int32 `[B]`.
     """
+    if kind.has_penalty:
+        assert seen is not None, "who draws with a penalty marks the tokens of each row"
+        logits = penalised(logits, seen, numbers[4])
     if kind.is_greedy:
         return first_largest(logits)
     restricted = restrict_logits(logits, kind, numbers)

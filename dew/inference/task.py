@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
 from dew.inference.decode import generate
+from dew.inference.generation_config import sampling_from_config
 from dew.inference.requests import Prompts, stop_ids, token_budgets
-from dew.inference.sampling import Strategy, sampling_from_config
+from dew.inference.sampling import Strategy
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec
 from dew.pretrained.load import Pretrained, load_pretrained

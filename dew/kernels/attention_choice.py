@@ -1,6 +1,7 @@
 """Which attention kernel runs a call: one table of what each kernel needs, read by the dispatch and by explanations.
 
-Entry points: `KERNELS`, the table; `AttentionCall`, all that a choice depends on; `attention_choice`.
+Entry points: `KERNELS`, the table; `AttentionCall`, all that a choice depends on; `attention_choice`,
+`kernel_refusals`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class AttentionCall:
             self,
             rows=self.rows // row_shards,
             num_heads=self.num_heads // head_shards,
-            num_kv_heads=self.num_kv_heads // head_shards,
+            num_kv_heads=-(-self.num_kv_heads // head_shards),
         )
 
 
@@ -285,9 +286,7 @@ def attention_choice(
     """
     check_implementation("implementation", implementation)
     device = accelerator() if device is None else device
-    reasons = {
-        kernel: tuple(filter(None, (need.refusal(call, device) for need in needs))) for kernel, needs in KERNELS.items()
-    }
+    reasons = {kernel: kernel_refusals(call, kernel, device) for kernel in KERNELS}
     if implementation == "auto":
         implementation = next(kernel for kernel, why in reasons.items() if not why)
     elif reasons[implementation]:
@@ -297,6 +296,21 @@ def attention_choice(
         )
     refused = tuple((kernel, why) for kernel, why in reasons.items() if why and kernel != implementation)
     return AttentionChoice(kernel=implementation, refused=refused)
+
+
+def kernel_refusals(call: AttentionCall, kernel: str, device: Accelerator | None = None) -> tuple[str, ...]:
+    """Say why a kernel cannot run a call.
+
+    Args:
+        call: The call.
+        kernel: Name of the kernel.
+        device: The device; None means the one that programs run on by default.
+
+    Returns:
+        A reason for each requirement that is not met; none where it can.
+    """
+    device = accelerator() if device is None else device
+    return tuple(filter(None, (need.refusal(call, device) for need in KERNELS[kernel])))
 
 
 def check_implementation(argument: str, value: str) -> None:

@@ -1,6 +1,6 @@
 """Which attention kernel each layer of a model takes, and why not a faster one, in words.
 
-Entry point: `attention_report`.
+Entry points: `attention_report`; `cache_report`, what decoding keeps of the layers' keys and values on a mesh.
 """
 
 import collections
@@ -8,9 +8,15 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import PartitionSpec
 
 from dew.kernels.attention_choice import Accelerator, AttentionCall, accelerator, attention_choice
 from dew.nn.attention import AttentionSpec
+from dew.nn.cache import KEY_VALUE_NAMES
+from dew.nn.exchange_report import exchange_report
+from dew.parallel.exchange import QUERY_NAMES
+from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
 
 
 def attention_report(
@@ -24,11 +30,14 @@ def attention_report(
 ) -> list[str]:
     """Say for each kind of attention layer which kernel runs its whole sequences.
 
+    Where the mesh splits positions that is the kernel inside an exchange, and the lines are those of
+    `dew.nn.exchange_report.exchange_report`, which say both.
+
     Args:
         module: A `CausalTransformer`.
-        mesh: A concrete or planned mesh; its tensor axis splits the heads. None means one device.
+        mesh: A concrete or planned mesh, whose axes split rows and heads. None means one device.
         num_tokens: Length of the rows; None takes the model's longest context.
-        rows: Rows of one device.
+        rows: Rows of the global batch.
         packed: Whether rows hold several documents or padding.
         device: The device; None means the one that programs run on by default.
 
@@ -37,14 +46,13 @@ def attention_report(
     """
     num_tokens = module.max_length if num_tokens is None else num_tokens
     device = accelerator() if device is None else device
-    tensor = 1 if mesh is None else mesh.shape.get("tensor", 1)
-    mixers = [layer.mixer for layer in module.layers]
-    kinds = collections.Counter(spec for spec in mixers if isinstance(spec, AttentionSpec))
+    if mesh is not None and mesh.shape.get("sequence", 1) > 1:
+        return exchange_report(module, mesh=mesh, num_tokens=num_tokens, rows=rows, packed=packed, device=device)
     lines: dict[str, int] = {}
-    for spec, count in kinds.items():
-        shards = tensor if spec.num_heads % tensor == 0 else 1
+    for spec, count in _attention_kinds(module):
+        row_shards, shards = _shards(mesh, QUERY_NAMES, (rows, num_tokens, spec.num_heads, spec.head_dim))[::2]
         call = AttentionCall(
-            rows=rows,
+            rows=rows // row_shards,
             num_queries=num_tokens,
             num_keys=num_tokens,
             num_heads=spec.num_heads // shards,
@@ -67,6 +75,42 @@ def attention_report(
         text = f"of {call.num_queries} tokens{limits}{' in documents' if packed else ''}, {call.dtype}: {chosen}"
         lines[text] = lines.get(text, 0) + count
     return [f"attention of {count} layer{'s' if count > 1 else ''} {text}" for text, count in lines.items()]
+
+
+def cache_report(module: Any, *, mesh: Any) -> list[str]:
+    """Say which keys and values decoding keeps more than once: those of heads that do not divide the tensor axis.
+
+    Args:
+        module: A `CausalTransformer`.
+        mesh: The concrete or planned mesh it decodes on.
+
+    Returns:
+        A line per number of key/value heads that stay whole; none where every device keeps its own heads.
+    """
+    tensor = mesh.shape.get("tensor", 1)
+    kept: dict[int, int] = {}
+    for spec, count in _attention_kinds(module):
+        if tensor > 1 and _shards(mesh, KEY_VALUE_NAMES, (count, 1, spec.num_kv_heads, 1, spec.head_dim))[2] == 1:
+            kept[spec.num_kv_heads] = kept.get(spec.num_kv_heads, 0) + count
+    return [
+        f"cache of {count} layer{'s' if count > 1 else ''}: {heads} key/value head{'s' if heads > 1 else ''} over "
+        f"tensor={tensor}: each of the {tensor} devices of a group keeps all keys and values of its rows, once"
+        for heads, count in kept.items()
+    ]
+
+
+def _attention_kinds(module: Any) -> list[tuple[AttentionSpec, int]]:
+    mixers = [layer.mixer for layer in module.layers]
+    return list(collections.Counter(spec for spec in mixers if isinstance(spec, AttentionSpec)).items())
+
+
+def _shards(mesh: Any, names: tuple[str | None, ...], shape: tuple[int, ...]) -> list[int]:
+    """Count the parts of each dimension under the active rules."""
+    if mesh is None:
+        return [1] * len(shape)
+    spec = resolve(names, shape, mesh, nn.get_logical_axis_rules() or DEFAULT_RULES).spec
+    counts = [math.prod(mesh.shape[axis] for axis in spec_axes(PartitionSpec(entry))) for entry in spec]
+    return counts + [1] * (len(shape) - len(counts))
 
 
 def accelerator_named(name: str) -> Accelerator:

@@ -1,17 +1,27 @@
-"""How each layer's attention would be exchanged on a mesh that splits positions, in words, and which lengths it takes.
+"""How each kind of layer exchanges what it needs on a mesh that splits positions, in words, and which lengths it takes.
 
-Entry points: `exchange_report`, `check_row_length`.
+Entry points: `exchange_report`, `check_row_length`, `takes_row_length`.
 """
 
 import collections
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention import AttentionSpec
-from dew.parallel.choice import Choice, choose_exchange, skips_window
+from dew.nn.mamba2 import GROUP_NAMES, HEAD_NAMES, Mamba2Spec
+from dew.parallel.choice import choose_exchange, exchange_refusal
 from dew.parallel.exchange import AXIS, placed_sizes
+from dew.parallel.row_lengths import length_advice
+from dew.parallel.ssm_scan import check_length, shift_bytes
+from dew.parallel.traffic import AttentionSizes
 from dew.placement.layout import LayoutRefused
+from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
 
 
 def exchange_report(
@@ -23,7 +33,7 @@ def exchange_report(
     packed: bool = False,
     device: Accelerator | None = None,
 ) -> list[str]:
-    """Say for each kind of attention layer which exchange its rows take, what it sends, and why not another.
+    """Say for each kind of layer which exchange its rows take, what it sends, why not another, and the kernel inside.
 
     Args:
         module: A `CausalTransformer`.
@@ -34,51 +44,90 @@ def exchange_report(
         device: The device; None means the one that programs run on by default.
 
     Returns:
-        A line per kind of layer; none where the mesh does not split positions.
+        A line per kind of layer that reads other positions; none where the mesh does not split positions.
     """
     length = module.max_length if num_tokens is None else num_tokens
     lines: dict[str, int] = {}
     for spec, count in _kinds(module, mesh):
-        limits = "".join(f", {name} {size}" for name, size in (("window", spec.window), ("chunk", spec.chunk)) if size)
+        limits = [(name, getattr(spec, name, None)) for name in ("window", "chunk")]
+        where = "".join(f", {name} {size}" for name, size in limits if size) + (" in documents" if packed else "")
         try:
-            chosen = str(_choice(module, spec, mesh, rows, length, packed, device))
-        except (LayoutRefused, ValueError) as refusal:
+            if isinstance(spec, AttentionSpec):
+                sizes = _sizes(module, spec, mesh, rows, length, packed)
+                named = {"implementation": module.attention_impl, "device": device}
+                chosen = str(choose_exchange(sizes, module.sequence_impl, **named))
+            else:
+                check_length(length, mesh.shape[AXIS], spec.conv_kernel)
+                chosen = _shifts(module, spec, mesh, rows, length)
+        except LayoutRefused as refusal:
             chosen = f"refused: {refusal}"
-        text = f"of {length} tokens{limits}{' in documents' if packed else ''}: {chosen}"
+        text = f"of {length} tokens{where}: {chosen}"
         lines[text] = lines.get(text, 0) + count
     return [f"exchange of {count} layer{'s' if count > 1 else ''} {text}" for text, count in lines.items()]
 
 
-def check_row_length(module: Any, mesh: Any, num_tokens: int) -> None:
-    """Refuse rows that some layer could not attend on a mesh, before anything is made.
+def check_row_length(module: Any, mesh: Any, num_tokens: int, *, packed: bool | None = None) -> None:
+    """Refuse rows that some layer could not compute on a mesh, before anything is made.
 
     Args:
         module: A `CausalTransformer`, or any other module: those without layers are not checked.
         mesh: A concrete or planned mesh.
         num_tokens: Positions of a row.
+        packed: Whether rows hold several documents or padding; None refuses what can run neither with nor without.
 
     Raises:
-        LayoutRefused: If a layer cannot be exchanged; the text names lengths that can.
+        LayoutRefused: If a layer cannot be exchanged; the text gives lengths that every layer takes.
     """
+    refusal = _refusal(module, mesh, num_tokens, packed)
+    if refusal is None:
+        return
+    rows = length_advice(
+        num_tokens,
+        lambda length: _refusal(module, mesh, length, packed) is None,
+        step=mesh.shape[AXIS],
+        largest=module.max_length,
+    )
+    where = f"sequence={mesh.shape[AXIS]}"
+    raise LayoutRefused(
+        f"{refusal} {f'Use {rows}.' if rows else f'No row within the context of {module.max_length} fits {where}.'}"
+    )
+
+
+def takes_row_length(module: Any, mesh: Any, num_tokens: int, *, packed: bool | None = None) -> bool:
+    """Say whether `check_row_length` accepts a length."""
+    return _refusal(module, mesh, num_tokens, packed) is None
+
+
+def _refusal(module: Any, mesh: Any, length: int, packed: bool | None) -> str | None:
+    """Say why some layer cannot compute rows of a length, without what works instead."""
+    if packed is None:
+        refusals = [_refusal(module, mesh, length, each) for each in (True, False)]
+        return refusals[0] if all(refusals) else None
     for spec, _ in _kinds(module, mesh):
-        _choice(module, spec, mesh, 1, num_tokens, packed=True, device=None)
+        if isinstance(spec, AttentionSpec):
+            sizes = _sizes(module, spec, mesh, 1, length, packed)
+            refusal = exchange_refusal(sizes, module.sequence_impl, implementation=module.attention_impl)
+        else:
+            refusal = spec.row_length_refusal(length, mesh.shape[AXIS])
+        if refusal is not None:
+            return refusal
+    return None
 
 
-def _kinds(module: Any, mesh: Any) -> Iterator[tuple[AttentionSpec, int]]:
+def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:
     """Count the layers of each kind; none where no positions are split."""
     if mesh.shape.get(AXIS, 1) > 1:
         mixers = [layer.mixer for layer in getattr(module, "layers", ())]
-        yield from collections.Counter(spec for spec in mixers if isinstance(spec, AttentionSpec)).items()
+        known = [spec for spec in mixers if isinstance(spec, AttentionSpec | Mamba2Spec)]
+        yield from collections.Counter(known).items()
 
 
-def _choice(
-    module: Any, spec: AttentionSpec, mesh: Any, rows: int, length: int, packed: bool, device: Accelerator | None
-) -> Choice:
+def _sizes(module: Any, spec: AttentionSpec, mesh: Any, rows: int, length: int, packed: bool) -> AttentionSizes:
     window, chunk = spec.window, spec.chunk
     if packed and chunk is not None:
         # As `dew.nn.masks.limited` has it: blocks of documents are documents, and none is longer.
         window, chunk = chunk if window is None else min(window, chunk), None
-    sizes = placed_sizes(
+    return placed_sizes(
         mesh,
         (rows, length, spec.num_heads, spec.head_dim),
         spec.num_kv_heads,
@@ -89,5 +138,29 @@ def _choice(
         window=window,
         chunk=chunk,
     )
-    skips = skips_window(sizes, module.attention_impl, device)
-    return choose_exchange(sizes, module.sequence_impl, kernel_skips_window=skips)
+
+
+def _shifts(module: Any, spec: Mamba2Spec, mesh: Any, rows: int, length: int) -> str:
+    """Say what a scan sends over the sequence axis."""
+    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
+    at = _padded(resolve(HEAD_NAMES, (rows, length, spec.num_heads, spec.head_dim), mesh, rules).spec)
+    groups = _padded(resolve(GROUP_NAMES, (rows, length, spec.num_groups, spec.state_size), mesh, rules).spec)[2]
+
+    def size(entry: Any) -> int:
+        return math.prod(mesh.shape[axis] for axis in spec_axes(PartitionSpec(entry)))
+
+    count, sent = shift_bytes(
+        mesh.shape[AXIS],
+        rows=rows // size(at[0]),
+        heads=spec.num_heads // size(at[2]),
+        head_dim=spec.head_dim,
+        groups=spec.num_groups // (size(groups) if groups == at[2] else 1),
+        state_size=spec.state_size,
+        taps=spec.conv_kernel,
+        itemsize=jnp.dtype(module.dtype).itemsize,
+    )
+    return f"{2 * count} shifts, {2 * sent:,} bytes a device (the convolution's reach, and states of the scan)"
+
+
+def _padded(spec: PartitionSpec) -> list[Any]:
+    return [*spec, *[None] * (4 - len(spec))]

@@ -19,7 +19,7 @@ from dew.nn.cache import LayerState, ScanBank, ScanShape
 from dew.nn.linear import Linear
 from dew.nn.mlp import ACTIVATIONS, Activation
 from dew.nn.sharding import constrain, declare
-from dew.parallel.ssm_scan import ScanWeights, Streams, convolved, sharded_convolve_and_scan
+from dew.parallel.ssm_scan import ScanWeights, Streams, convolved, length_refusal, sharded_convolve_and_scan
 
 HEAD_NAMES = ("activation_batch", "activation_length", "activation_ssm_heads", None)
 GROUP_NAMES = ("activation_batch", "activation_length", "activation_ssm_groups", None)
@@ -92,6 +92,10 @@ class Mamba2Spec:
             state_size=self.state_size,
             reach=self.conv_kernel - 1,
         )
+
+    def row_length_refusal(self, length: int, slices: int) -> str | None:
+        """Say why rows of a length cannot be cut into the slices of a sequence axis; None where they can."""
+        return length_refusal(length, slices, self.conv_kernel)
 
 
 class Mamba2(nn.Module):

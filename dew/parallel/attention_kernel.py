@@ -1,10 +1,11 @@
 """One-device attention kernels on a mesh that splits rows and heads: nothing is exchanged.
 
-Entry point: `sharded_attention`, `attention` for code that GSPMD partitions. It cannot partition a compiled kernel, so
-those run in a `shard_map`; plain XLA operations it partitions as any others. No bytes move, except where query heads
-are split and key/value heads are not: then each device repeats the whole keys and values for its own heads.
+Entry points: `sharded_attention`, `attention` for code that GSPMD partitions, and `own_kv_heads`. GSPMD partitions
+plain XLA operations; compiled kernels run in a `shard_map`, and so do query heads that are split beside key/value heads
+that are not: each device picks those that its queries read, no copy for every query head. No bytes move.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -47,19 +48,21 @@ def sharded_attention(
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
     by_query = _padded(resolve(QUERY_NAMES, query.shape, mesh, rules).spec)
     by_key = _padded(resolve(KEY_NAMES, key.shape, mesh, rules).spec)
-    if by_query[2] != by_key[1]:
-        key, value = (jnp.repeat(x, query.shape[2] // key.shape[1], axis=1) for x in (key, value))
-        by_key = (by_query[0], by_query[2], None, None)
+    picks = by_query[2] is not None and by_key[1] != by_query[2]
+    if by_key[1] != by_query[2]:
+        by_key = (by_key[0], None, None, None)
     call = AttentionCall.of(query, key, visibility, softcap, sinks).part(
         _shards(mesh, by_query[0]), _shards(mesh, by_query[2])
     )
-    if attention_choice(call, implementation).kernel == "xla":
+    if not picks and attention_choice(call, implementation).kernel == "xla":
         return attention(query, key, value, visibility=visibility, sinks=sinks, implementation="xla", **options)
 
     slots, structure = jax.tree.flatten(visibility)
 
     def part(query, key, value, slots, sinks):
         own = jax.tree.unflatten(structure, slots)
+        if picks:
+            key, value = (own_kv_heads(x, query.shape[2], mesh, by_query[2], dim=1) for x in (key, value))
         return attention(query, key, value, visibility=own, sinks=sinks, implementation=implementation, **options)
 
     by_slot = [PartitionSpec(by_query[0] if x.shape[0] > 1 else None) for x in slots]
@@ -67,6 +70,24 @@ def sharded_attention(
     specs = (PartitionSpec(*by_query), PartitionSpec(*by_key), PartitionSpec(*by_key), by_slot, by_sink)
     run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
     return run(query, key, value, slots, sinks)
+
+
+def own_kv_heads(x: Array, num_heads: int, mesh: Any, axes: Any, *, dim: int) -> Array:
+    """Pick the key/value heads, whole on every shard, that this shard's query heads read, each of them once.
+
+    Args:
+        x: Keys or values with all heads.
+        num_heads: Query heads of one shard.
+        mesh: The mesh.
+        axes: Mesh axes of the query heads.
+        dim: Dimension of the heads.
+    """
+    if x.shape[dim] == 1:
+        return x
+    group = num_heads * _shards(mesh, axes) // x.shape[dim]
+    unit = math.gcd(num_heads, group)
+    first = jax.lax.axis_index(axes) * num_heads
+    return jnp.take(x, (first + unit * jnp.arange(num_heads // unit)) // group, axis=dim)
 
 
 def _padded(spec: PartitionSpec) -> tuple[Any, ...]:

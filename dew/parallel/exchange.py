@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
+from dew.parallel.attention_kernel import own_kv_heads
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
 from dew.parallel.banded import banded_attention
-from dew.parallel.choice import SequenceImplementation, choose_exchange, refused_length, skips_window
+from dew.parallel.choice import SequenceImplementation, choose_exchange
 from dew.parallel.gather import gather_attention
 from dew.parallel.ring import ring_attention
 from dew.parallel.traffic import AttentionSizes
@@ -75,8 +76,8 @@ def sequence_attention(
         The mixed values, placed as `query`.
 
     Raises:
-        LayoutRefused: If the length does not divide as the exchange needs, or the exchange named cannot run the call.
-        ValueError: If the kernel named cannot run what the exchange leaves on a device.
+        LayoutRefused: If the exchange named, or none at all, can run the call with the kernel named; the text gives
+            lengths that work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     segments = visibility.query_segments
@@ -92,12 +93,7 @@ def sequence_attention(
         chunk=visibility.chunk,
     )
     rows, positions, heads, kv_heads = _places(mesh, query.shape, key.shape[2])
-    choice = choose_exchange(sizes, sequence_impl, kernel_skips_window=skips_window(sizes, implementation))
-    if choice.path in ("gather", "ring") and implementation not in ("auto", "xla"):
-        raise ValueError(
-            f"The {choice.path} exchange attends piece by piece, which the kernel 'xla' alone does. "
-            f"Use attention_impl='auto'. Received: attention_impl={implementation!r}"
-        )
+    choice = choose_exchange(sizes, sequence_impl, implementation=implementation)
     call = SplitAttention(
         axis=AXIS,
         shards=sizes.shards,
@@ -110,7 +106,7 @@ def sequence_attention(
 
     def run(query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None) -> Array:
         if heads is not None and kv_heads is None:
-            key, value = (_own_kv_heads(x, query.shape[2], mesh, heads) for x in (key, value))
+            key, value = (own_kv_heads(x, query.shape[2], mesh, heads, dim=2) for x in (key, value))
         return _ATTEND[choice.path](AttentionShard(query, key, value, segments, sinks, call))
 
     by_query, by_key = PartitionSpec(rows, positions, heads), PartitionSpec(rows, positions, kv_heads)
@@ -136,15 +132,14 @@ def placed_sizes(mesh: Any, shape: tuple[int, ...], num_kv_heads: int, dtype: An
         **facts: Further fields of `AttentionSizes`.
 
     Returns:
-        The sizes.
+        The sizes, those of a length that does not divide included: `choose_exchange` knows which do.
 
     Raises:
-        LayoutRefused: If the positions are not split over sequence: their number or a rule does not let them.
+        LayoutRefused: If the rules do not split the positions over sequence.
     """
     length, shards = shape[1], mesh.shape[AXIS]
-    rows, positions, heads, kv_heads = _places(mesh, shape, num_kv_heads)
-    if positions is None and length % shards:
-        raise LayoutRefused(refused_length(length, shards, 1))
+    even = -(-length // shards) * shards
+    rows, positions, heads, kv_heads = _places(mesh, (shape[0], even, *shape[2:]), num_kv_heads)
     if positions != AXIS:
         raise LayoutRefused(
             f"The rules put activation_length on {positions or 'no axis'}, but attention splits positions over "
@@ -191,18 +186,3 @@ def _read_kv_heads(num_heads: int, num_kv_heads: int, tensor: int, splits: bool)
         return num_kv_heads // (tensor if splits else 1)
     own = num_heads // tensor
     return own // math.gcd(own, num_heads // num_kv_heads)
-
-
-def _own_kv_heads(x: Array, num_heads: int, mesh: Any, axes: Any) -> Array:
-    """Pick the key/value heads, whole on every tensor shard, that this shard's query heads read.
-
-    Args:
-        x: Keys or values with all heads.
-        num_heads: Query heads of one shard.
-        mesh: The mesh.
-        axes: Mesh axes of the query heads.
-    """
-    group = num_heads * _size(mesh, axes) // x.shape[2]
-    unit = math.gcd(num_heads, group)
-    first = jax.lax.axis_index(axes) * num_heads
-    return jnp.take(x, (first + unit * jnp.arange(num_heads // unit)) // group, axis=2)

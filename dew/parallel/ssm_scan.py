@@ -147,6 +147,17 @@ def sharded_convolve_and_scan(
     return run(*arguments)
 
 
+def length_refusal(length: int, slices: int, taps: int) -> str | None:
+    """Say why the sequence axis cannot cut rows of a length; None where it can. Arguments as `check_length`'s."""
+    least = max(taps - 1, 1)
+    if slices == 1 or (length % slices == 0 and length // slices >= least):
+        return None
+    return (
+        f"Mamba-2 layers on sequence={slices} need a length that {slices} divides into slices of at least {least} "
+        f"tokens (their convolution reads {least} tokens back), which {length} is not."
+    )
+
+
 def check_length(length: int, slices: int, taps: int) -> None:
     """Refuse a length that the sequence axis cannot cut.
 
@@ -158,15 +169,10 @@ def check_length(length: int, slices: int, taps: int) -> None:
     Raises:
         LayoutRefused: Naming the nearest length that works.
     """
-    least = max(taps - 1, 1)
-    if slices == 1 or (length % slices == 0 and length // slices >= least):
-        return
-    nearest = max(round(length / slices), least) * slices
-    raise LayoutRefused(
-        f"Mamba-2 layers on sequence={slices} need a length that {slices} divides into slices of at least {least} "
-        f"tokens (their convolution reads {least} tokens back). The nearest such length is {nearest}. "
-        f"Received: length={length}"
-    )
+    refusal = length_refusal(length, slices, taps)
+    if refusal is not None:
+        nearest = max(round(length / slices), taps - 1, 1) * slices
+        raise LayoutRefused(f"{refusal} The nearest such length is {nearest}. Received: length={length}")
 
 
 def shift_bytes(

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import optax
+from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType
 
+from dew.inference.decode_mesh import decode_mesh, decode_place
 from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
-from dew.nn.attention_report import attention_report
-from dew.nn.exchange_report import exchange_report
+from dew.nn.attention_report import attention_report, cache_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
@@ -39,6 +40,7 @@ class Estimate:
 
     Attributes:
         mesh_shape: Axis to size.
+        decode_shape: Axis to size of the mesh it generates on, without sequence and stage.
         num_parameters: Parameters of the model, over all devices.
         rows: Global rows of the cache.
         slots: Tokens a row of the cache holds.
@@ -50,12 +52,13 @@ class Estimate:
         tables: Whole token tables and the sums of their gradients, where a training step holds them: under
             schedule="1f1b".
         explanation: Where every leaf goes and why.
-        attention: Which attention kernel the layers take, a line per kind of layer, and which exchange where the mesh
-            splits positions.
+        attention: Which attention kernel the layers take, and inside which exchange where the mesh splits positions, a
+            line per kind of layer; which keys and values are kept more than once; why it could not generate.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
     mesh_shape: Mapping[str, int]
+    decode_shape: Mapping[str, int]
     num_parameters: int
     rows: int
     slots: int
@@ -151,13 +154,13 @@ def estimate_bytes(
         ValueError: If the optimizer is unknown, or rows, slots or accumulation is not positive.
     """
     layout = layout or Layout()
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    declared, stacks = _declared(module), stack_view(module)
+    decoding, weights, unable = _decoding(mesh, layout, declared, stacks)
+    shards = math.prod(decoding.shape[axis] for axis in BATCH_AXES)
     rows, slots = shards if rows is None else rows, module.max_length if slots is None else slots
     for name, value in (("rows", rows), ("slots", slots), ("accumulation", accumulation)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1. Received: {name}={value}")
-    declared = _declared(module)
-    stacks = stack_view(module)
     refusal = _refusal(module, layout, mesh, declared, stacks)
     cache = jax.eval_shape(lambda: module.init_cache(rows, slots))
     master = module if master_dtype is None else module.clone(param_dtype=master_dtype)
@@ -165,25 +168,37 @@ def estimate_bytes(
     state = abstract_state(plain(trained), as_optimizer(optimizer), accumulation)
     places = state_shardings(layout, mesh, state, layout.shardings(mesh, trained))
     masters = bytes_per_device(state.params, places.params)
+    with nn.logical_axis_rules(layout.rules):
+        kernels = attention_report(module, mesh=mesh, num_tokens=slots, rows=rows, device=device)
+        cached = cache_report(module, mesh=decoding)
     sums = 0 if state.accumulator is None else bytes_per_device(state.accumulator, places.accumulator)
     return Estimate(
         mesh_shape=dict(mesh.shape),
+        decode_shape=dict(decoding.shape),
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plain(declared)["params"])),
         rows=rows,
         slots=slots,
-        weights=bytes_per_device(plain(declared), layout.shardings(mesh, declared)),
-        cache=bytes_per_device(cache, cache_shardings(module, mesh, layout.rules, rows, slots)),
+        weights=weights,
+        cache=bytes_per_device(cache, cache_shardings(module, decoding, layout.rules, rows, slots)),
         masters=masters,
         gradients=masters + sums,
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
         tables=master.pipelined_table_bytes if mesh.shape[STAGE] > 1 else 0,
         explanation=layout.explain(mesh, declared, stacks),
-        attention=tuple(
-            attention_report(module, mesh=mesh, num_tokens=slots, rows=max(1, rows // shards), device=device)
-            + exchange_report(module, mesh=mesh, num_tokens=slots, rows=rows, device=device)
-        ),
+        attention=(*kernels, *cached, *unable),
         refusal=refusal,
     )
+
+
+def _decoding(mesh: Any, layout: Layout, declared: Any, stacks: Any) -> tuple[Any, int, list[str]]:
+    """Give the mesh that a model generates on, the bytes of its weights there, and why it cannot."""
+    try:
+        place = decode_place(mesh, layout, declared, stacks)
+    except LayoutRefused as refusal:
+        folded = decode_mesh(mesh)
+        weights = bytes_per_device(plain(declared), layout.shardings(folded, declared))
+        return folded, weights, [f"generating is refused: {refusal}"]
+    return place.mesh, place.bytes, []
 
 
 def _declared(module: Any) -> Any:

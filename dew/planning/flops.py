@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from dew.nn.moe import ExpertsSpec
 from dew.planning.hlo import Instruction, Trips, array_shapes, computations, running_instructions
 from dew.tree import named_leaves
 
@@ -110,8 +111,9 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
 
     Each weight of a matrix multiplies each token once forward and twice backward, two operations each: 6 a weight and
     token (https://arxiv.org/abs/2001.08361, section 2.1). The table counts as the head that scores the vocabulary; a
-    lookup multiplies nothing. Each query and key meet twice forward and four times backward, hidden pairs included:
-    12 H a pair and query head.
+    lookup multiplies nothing. Of a layer's experts each token reads top_k, whose three matrices count for it; a dense
+    dispatch, which computes every expert for every token, would do num_experts / top_k times as many. Each query and
+    key meet twice forward and four times backward, hidden pairs included: 12 H a pair and query head.
 
     Args:
         module: A `CausalTransformer`.
@@ -129,4 +131,6 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
         if path.endswith(("kernel", "embedding")) and not path.startswith(tables)
     )
     pairs = sum(spec.attention.num_heads * spec.attention.head_dim for spec in module.layers) * length
+    experts = [layer.mlp for layer in module.layers if isinstance(layer.mlp, ExpertsSpec)]
+    weights += sum(3 * spec.router.top_k * module.features * spec.features for spec in experts)
     return 6 * rows * length * (weights + 2 * pairs)

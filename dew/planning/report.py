@@ -26,11 +26,15 @@ def plan_text(estimate: Estimate, *, device_bytes: float | None = None, table: b
     """
     axes = ", ".join(f"{axis}={size}" for axis, size in estimate.mesh_shape.items() if size > 1) or "one device"
     devices = math.prod(estimate.mesh_shape.values())
+    decode_axes = ", ".join(f"{axis}={size}" for axis, size in estimate.decode_shape.items() if size > 1)
+    where = "" if estimate.decode_shape == estimate.mesh_shape else f" on {decode_axes}"
     cache = f"{estimate.rows} rows x {estimate.slots} tokens"
     lines = [
         f"{estimate.num_parameters:,} parameters on {devices} devices ({axes}); bytes per device:",
         "",
-        *_block("to generate", [("weights", estimate.weights), (f"cache ({cache})", estimate.cache)], device_bytes),
+        *_block(
+            f"to generate{where}", [("weights", estimate.weights), (f"cache ({cache})", estimate.cache)], device_bytes
+        ),
         *_block(
             "to train",
             [

@@ -90,6 +90,25 @@ def test_the_length_is_that_of_the_longest_document_within_the_context():
     assert longest <= report.length < longest + 16
     assert report.truncated_tokens == 0
     assert language_rows(TEXTS, TOKENIZER, max_length=5)[1].length == 5
+
+
+@pytest.mark.parametrize(
+    "parts, max_length, length",
+    [
+        (1, 40, 16),
+        (3, None, 48),
+        (3, 40, 18),  # no multiple of 16: the next that divides
+        (3, 17, 15),  # nothing longer within the context
+        (64, 40, 16),  # nothing at all: refused where it is computed
+    ],
+)
+def test_rows_get_a_length_that_fits(parts, max_length, length):
+    def fits(size):
+        return size % parts == 0
+
+    longest = language_rows(["a b"], TOKENIZER, max_length=max_length, fits=fits)[1]
+    assert longest.length == length
+    assert language_rows(["a b"], TOKENIZER, 8, fits=fits)[1].length == 8  # a length that was asked for stays
     with pytest.raises(ValueError, match="sequence length 9 exceeds the model's context of 8"):
         language_rows(TEXTS, TOKENIZER, 9, max_length=8)
 

@@ -1,6 +1,9 @@
 """What people try in their first hour and cannot have is an error that says what to do."""
 
+import re
+
 import flax.linen as nn
+import jax
 import keras
 import numpy as np
 import pytest
@@ -8,10 +11,15 @@ import pytest
 import dew
 import dew_keras
 from dew.cli.main import main
+from dew.nn.block import LayerSpec
+from dew.nn.mamba2 import Mamba2Spec
+from dew.nn.norm import NormSpec
+from dew.placement import build_mesh
 from dew.training.placing import check_alive
 from dew_keras.arrays import class_weights
 from tests.dew_keras.nets import Linear, rows
-from tests.tiny import tiny_decoder
+from tests.dew_keras.texts import tiny_language_module, tiny_tokenizer
+from tests.tiny import tiny_decoder, tiny_layer
 
 
 def test_freezing_a_model_is_refused():
@@ -41,12 +49,13 @@ def test_a_length_that_does_not_divide_over_the_sequence_axis_is_refused_by_comp
     model = dew_keras.Model(tiny_decoder())
     model.compile("sgd", mesh={"sequence": 8}, sequence_length=48)
     compiled = model.get_compile_config()
-    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 40 positions .* Use rows of 32 or 48 positions"):
+    with pytest.raises(dew_keras.LayoutRefused, match=r"rows of 40 positions .* Use rows of 32 or 48 positions"):
         model.compile("sgd", mesh={"sequence": 8}, sequence_length=40)
     assert model.get_compile_config() == compiled
     rows = np.ones((8, 45), np.int32)
-    with pytest.raises(dew_keras.LayoutRefused, match=r"Rows of 44 positions .* Use rows of 40 or 48 positions"):
+    with pytest.raises(dew_keras.LayoutRefused, match=r"rows of 44 positions .* Use rows of 32 or 48 positions"):
         model.fit(rows, batch_size=8, verbose=0)
+    assert not model._engine.is_built, "refused before anything was made"
     assert np.isfinite(model.evaluate(np.ones((8, 49), np.int32), batch_size=8, verbose=0, return_dict=True)["loss"])
 
 
@@ -145,3 +154,45 @@ def test_summary_says_which_weights_are_below_min_shard():
     said = []
     model.summary(print_fn=said.append)
     assert "fewer elements than min_shard=32, so whole: 1 leaves (params/dense/bias)" in said[0]
+
+
+def test_a_length_that_a_scan_cannot_cut_is_refused_before_anything_is_made():
+    scan = Mamba2Spec(num_heads=4, head_dim=8, num_groups=1, state_size=6)
+    layer = LayerSpec(mixer=scan, mlp=None, norm=NormSpec(eps=1e-5))
+    model = dew_keras.Model(tiny_decoder(layers=(layer,) * 2))
+    message = r"slices of at least 3 tokens .* which 16 is not\. Use rows of 24 positions"
+    with pytest.raises(dew_keras.LayoutRefused, match=message):
+        model.compile("sgd", mesh={"sequence": 8}, sequence_length=16)
+    model.compile("sgd", mesh={"sequence": 8})
+    for verb in (model.fit, model.evaluate):
+        with pytest.raises(dew_keras.LayoutRefused, match=message):
+            verb(np.ones((8, 17), np.int32), batch_size=8, verbose=0)
+    with pytest.raises(dew_keras.LayoutRefused, match=message):
+        model.fit(iter([np.ones((8, 17), np.int32)]), steps_per_epoch=1, verbose=0)
+    assert not model._engine.is_built
+
+
+def test_rows_of_texts_get_a_length_that_the_mesh_takes_and_fit_says_it(capsys):
+    model = dew_keras.Model(tiny_language_module(), tiny_tokenizer())
+    model.compile("sgd", mesh=build_mesh(dew.MeshSpec(sequence=3), jax.devices()[:3]))
+    model.fit(["hello there, hello", "abc"], batch_size=2, epochs=1)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "sequence length 48," in first  # 32 would do for the texts, but not for three slices of an even length
+    assert first.endswith("rows cut over sequence=3 into 16 positions each")
+
+
+def test_summary_says_what_a_mesh_of_positions_and_stages_runs_and_where_it_generates():
+    said = []
+    model = dew_keras.Model(tiny_decoder(layers=(tiny_layer(num_kv_heads=1),) * 2))
+    model.compile("sgd", mesh={"sequence": 2, "stage": 2, "tensor": 2}, layout=dew_keras.Layout(min_shard=512))
+    model.summary(print_fn=said.append)
+    # On two devices' heads: two query heads, of which each of two slices trades one.
+    assert re.search(r"exchange of 2 layers of 64 tokens: all_to_all, [\d,]+ bytes a device .*; kernel xla \(", said[0])
+    assert "\nattention of" not in said[0]
+    assert "cache of 2 layers: 1 key/value head over tensor=2: each of the 2 devices of a group keeps all" in said[0]
+    assert re.search(r"Generates on data=2, fsdp=2, tensor=2: [\d.]+ kB of weights per device", said[0])
+    model.compile("sgd", mesh={"fsdp": 8}, layout=dew_keras.Layout(min_shard=512))
+    model.summary(print_fn=said.append)
+    assert "attention of 2 layers of 64 tokens, float32: xla" in said[1]
+    assert "Generates on" not in said[1]
+    assert "cache of" not in said[1]

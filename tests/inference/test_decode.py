@@ -145,6 +145,26 @@ def test_draws_do_not_depend_on_the_mesh(name):
     assert drawn == one
 
 
+def test_a_penalty_on_repetition_counts_the_prompt_and_every_token_drawn():
+    penalty, want = 1.6, []
+    for prompt in PROMPTS[:3]:
+        row = list(prompt)
+        for _ in range(12):
+            tokens = np.zeros((1, CONTEXT), np.int32)
+            tokens[0, : len(row)] = row
+            logits = np.array(full_forward()(tokens)[0, len(row) - 1])
+            held = list(set(row))
+            logits[held] = np.where(logits[held] < 0, logits[held] * penalty, logits[held] / penalty)
+            row.append(int(np.argmax(logits)))
+        want.append(tuple(row[len(prompt) :]))
+    assert want != [slow_greedy(prompt, 12) for prompt in PROMPTS[:3]]
+    sampling = Sampling(temperature=0.0, repetition_penalty=penalty)
+    for spec in (None, MESHES["data2_fsdp2_tensor2"]):
+        module, variables = (model()[0], model()[2]) if spec is None else placed(spec)[:2]
+        result = generate(module, variables, PROMPTS[:3], max_new_tokens=12, sampling=sampling)
+        assert result.tokens == tuple(want)
+
+
 @pytest.mark.parametrize(
     "spec, rows, heads",
     [

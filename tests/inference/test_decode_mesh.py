@@ -1,5 +1,6 @@
 """Weights on a decode mesh: a view where devices hold their parts already, else moved leaf by leaf, nothing lost."""
 
+import dataclasses
 import gc
 
 import jax
@@ -8,10 +9,22 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dew.inference.decode_mesh import decode_mesh, decode_view, holds_the_same, move_leaf_by_leaf, stored_axes
-from dew.placement import AXES, LayoutRefused, MeshSpec, build_mesh
+from dew.inference.decode_mesh import (
+    decode_mesh,
+    decode_place,
+    decode_view,
+    holds_the_same,
+    move_leaf_by_leaf,
+    stored_axes,
+)
+from dew.nn.mlp import MlpSpec
+from dew.nn.sharding import unboxed
+from dew.placement import AXES, Layout, LayoutRefused, MeshSpec, build_mesh, bytes_per_device
 from dew.placement.memory import live_bytes_per_device, shard_bytes
+from dew.placement.stacks import stack_view
+from dew.planning import planned_mesh
 from dew.tree import named_leaves
+from tests.tiny import tiny_decoder, tiny_layer
 
 ROWS = 64
 
@@ -193,3 +206,31 @@ def test_a_decode_mesh_has_the_devices_of_the_model():
     with pytest.raises(ValueError, match=r"the mesh data=4 has 4 device\(s\), not the same 8 as the model's fsdp=8"):
         decode_mesh(build_mesh(MeshSpec(fsdp=8)), few)
     assert decode_mesh(few, {"tensor": 2}).devices.size == 4
+
+
+def test_where_stages_decode_is_what_the_check_accepts_and_holds_least():
+    layout = Layout(min_shard=1, tolerance=0)
+
+    def place(features, mlp, mesh):
+        layer = dataclasses.replace(tiny_layer(), mlp=MlpSpec(features=mlp))
+        module = tiny_decoder(features=features, layers=(layer,) * 3, vocab_size=192)
+        declared = jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+        mesh = planned_mesh(mesh)
+        found = decode_place(mesh, layout, declared, stack_view(module))
+        trained = bytes_per_device(unboxed(declared), layout.shardings(mesh, declared))
+        assert found.bytes == bytes_per_device(unboxed(declared), found.shardings)
+        return {axis: size for axis, size in found.mesh.shape.items() if size > 1}, found.bytes / trained
+
+    axes, grows = place(48, 96, {"stage": 3, "fsdp": 8})
+    assert axes == {"fsdp": 24}
+    assert grows < 1.01
+    # A width of 32 does not divide by 24, and neither does anything else of a layer: three copies in eight parts.
+    axes, grows = place(32, 64, {"stage": 3, "fsdp": 8})
+    assert axes == {"data": 3, "fsdp": 8}
+    assert 2 < grows <= 3
+    assert place(32, 64, {"sequence": 2, "fsdp": 4}) == ({"data": 2, "fsdp": 4}, 1.0)
+    assert place(32, 64, {"fsdp": 4}) == ({"fsdp": 4}, 1.0)
+    with pytest.raises(
+        LayoutRefused, match=r"(?s)Without its stage axis .*On mesh fsdp=21, .*name another mesh of the same"
+    ):
+        place(32, 64, {"stage": 3, "fsdp": 7})

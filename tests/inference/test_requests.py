@@ -84,6 +84,9 @@ def test_budgets_count_from_the_limit_that_was_given():
     assert budgets([5, 9], context=5000) == [1019, 1015]
     assert budgets([1024], context=5000) == [3976]
     assert budgets([5, 98], generation_config={"max_new_tokens": 8}) == [8, 2]
+    assert budgets([5, 28, 40], generation_config={"max_length": 30}) == [25, 2, 1]
+    assert budgets([5], generation_config={"max_length": 4096}) == [95]
+    assert budgets([5], generation_config={"max_length": 30, "max_new_tokens": 8}) == [8]
     assert budgets([5], max_new_tokens=3, generation_config={"max_new_tokens": 8}) == [3]
 
 

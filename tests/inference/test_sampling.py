@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dew.inference.generation_config import NOT_APPLIED, sampling_from_config
 from dew.inference.sampling import (
     Greedy,
     Sampling,
@@ -15,8 +16,10 @@ from dew.inference.sampling import (
     TopP,
     as_sampling,
     draw_tokens,
+    penalised,
     restrict_logits,
-    sampling_from_config,
+    tokens_seen,
+    with_token,
 )
 
 
@@ -36,6 +39,9 @@ def allowed_tokens(logits, sampling):
             if mass >= sampling.top_p:
                 break
         keep &= probabilities >= cut
+    if sampling.min_p > 0:
+        probabilities = np.exp(scaled - scaled.max())
+        keep &= probabilities >= sampling.min_p * probabilities.max()
     return keep
 
 
@@ -51,6 +57,8 @@ SAMPLERS = [
     TopP(p=0.9),
     TopP(p=0.75, temperature=2.0, k=7),
     Temperature(0.5),
+    Sampling(min_p=0.1),
+    Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.25),
 ]
 
 
@@ -145,6 +153,8 @@ def test_numbers_are_no_part_of_the_program():
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1.*Received: top_p=0.0"),
         ({"top_p": 1.5}, "top_p must be above 0"),
+        ({"min_p": 1.5}, r"min_p must be from 0 \(keeps all\) to 1. Received: min_p=1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a positive number.*repetition_penalty=0.0"),
     ],
 )
 def test_a_distribution_that_does_not_exist_is_refused(arguments, message):
@@ -164,8 +174,36 @@ def test_generation_config_is_read_as_transformers_reads_it():
     assert sampling_from_config({"do_sample": True, "top_k": 0, "top_p": 0.9, "temperature": 0.6}) == Sampling(
         temperature=0.6, top_p=0.9
     )
-    assert sampling_from_config({"repetition_penalty": 1.0, "num_beams": 1}).kind.is_greedy
-    with pytest.raises(
-        ValueError, match=r"sets repetition_penalty=1.1, which this version does not apply.*Pass sampling="
-    ):
-        sampling_from_config({"repetition_penalty": 1.1})
+    assert sampling_from_config({"repetition_penalty": 1.0, "num_beams": 1}) == Sampling(temperature=0.0)
+    assert sampling_from_config({"repetition_penalty": 1.1}) == Sampling(temperature=0.0, repetition_penalty=1.1)
+    both = {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.05, "top_k": None}
+    assert sampling_from_config(both) == Sampling(top_k=50, min_p=0.05, repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize("name", NOT_APPLIED)
+def test_a_field_that_is_not_applied_is_named_and_the_model_generates_all_the_same(name):
+    with pytest.warns(UserWarning, match=rf"sets {name}=3, which this version does not apply.*sampling=Greedy"):
+        assert sampling_from_config({name: 3, "do_sample": True}) == Sampling(top_k=50)
+    for off in (None, *NOT_APPLIED[name]):
+        assert sampling_from_config({name: off}) == Sampling(temperature=0.0)
+
+
+def test_a_penalty_makes_what_a_row_holds_less_likely_whatever_its_sign():
+    logits = jnp.asarray([[2.0, -2.0, 1.9, 0.5, -1.0]] * 3)
+    marks = tokens_seen(
+        jnp.asarray([[0, 1], [4, 0], [2, 2]]), jnp.asarray([[True, True], [False, True], [True, True]]), 5
+    )
+    assert marks.tolist() == [
+        [True, True, False, False, False],
+        [True] + [False] * 4,
+        [False, False, True] + [False] * 2,
+    ]
+    sampling = Sampling(temperature=0.0, repetition_penalty=4.0)
+    arguments = (sampling.kind, jnp.asarray(sampling.numbers), jax.random.key(0), jnp.arange(3), jnp.arange(3))
+    assert draw_tokens(logits, *arguments, marks).tolist() == [2, 2, 0]
+    marks = with_token(marks, jnp.asarray([2, 2, 0]))
+    assert draw_tokens(logits, *arguments, marks).tolist() == [0, 0, 0]  # 0.5 and 0.5 tie for the first two rows
+    np.testing.assert_allclose(
+        penalised(logits, marks, 4.0),
+        [[0.5, -8.0, 0.475, 0.5, -1], [0.5, -2, 0.475, 0.5, -1], [0.5, -2, 0.475, 0.5, -1]],
+    )

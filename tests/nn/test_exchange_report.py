@@ -1,12 +1,18 @@
 """The report names the exchange of each kind of layer, and lengths that no exchange takes are refused beforehand."""
 
+import re
+
 import pytest
 
+from dew.nn.block import LayerSpec
 from dew.nn.exchange_report import check_row_length, exchange_report
+from dew.nn.mamba2 import Mamba2Spec
+from dew.nn.norm import NormSpec
 from dew.placement.layout import LayoutRefused
 from dew.planning import estimate_bytes, plan_text, planned_mesh
 from tests.tiny import tiny_decoder, tiny_layer
 
+SCAN = Mamba2Spec(num_heads=4, head_dim=8, num_groups=1, state_size=6)
 LAYERS = (tiny_layer(), tiny_layer(window=8), tiny_layer(), tiny_layer(chunk=24))
 
 
@@ -16,6 +22,10 @@ def test_each_kind_of_layer_has_a_line_with_its_exchange_and_bytes():
     # Queries, the result, and keys and values repeated to four heads: 3/4 of 2 x 16 x 16 x 8 floats leave, twice.
     assert dense.startswith("exchange of 2 layers of 64 tokens: all_to_all, 24,576 bytes a device (the heads divide")
     assert "banded cannot: it needs a window or chunks" in dense
+    assert dense.endswith(
+        "; kernel xla (not cudnn: the device is a cpu, dtype float32; not tpu: the device is a cpu, heads are 8 wide, "
+        "64 queries and 64 keys)"
+    )
     # Seven keys and values of two heads, both ways.
     assert windowed.startswith("exchange of 1 layer of 64 tokens, window 8: banded, 3,584 bytes a device (what a token")
     assert "exchange of 1 layer of 64 tokens, chunk 24: banded" in chunked
@@ -24,15 +34,37 @@ def test_each_kind_of_layer_has_a_line_with_its_exchange_and_bytes():
 
 def test_a_plan_says_it():
     estimate = estimate_bytes(tiny_decoder(layers=LAYERS), planned_mesh({"sequence": 8}), slots=40)
-    refused = "exchange of 2 layers of 40 tokens: refused: Rows of 40 positions do not divide into 16"
-    assert refused in plan_text(estimate)
+    text = plan_text(estimate)
+    refused = r"exchange of 2 layers of 40 tokens: refused: No exchange .*40 positions do not divide into 16 .*32 or 48"
+    assert re.search(refused, text)
+    # What one device would run says nothing of what the exchange leaves it.
+    assert "\nattention of" not in text
+    assert re.search(
+        "exchange of 1 layer of 40 tokens, window 8: ring, .*; kernel xla .not cudnn: the exchange attends", text
+    )
 
 
 def test_a_length_that_a_layer_cannot_take_is_refused_with_lengths_that_work():
     module = tiny_decoder(layers=LAYERS)
     check_row_length(module, planned_mesh({"sequence": 8}), 48)
     check_row_length(module, planned_mesh({"fsdp": 8}), 41)
-    with pytest.raises(LayoutRefused, match=r"Rows of 40 positions do not divide into 16 .* Use rows of 32 or 48 "):
+    with pytest.raises(LayoutRefused, match=r"40 positions do not divide into 16 .* Use rows of 32 or 48 positions"):
         check_row_length(module, planned_mesh({"sequence": 8}), 40)
-    with pytest.raises(LayoutRefused, match=r"Rows of 41 positions do not divide into 8 .* Use rows of 40 or 48 "):
+    with pytest.raises(LayoutRefused, match=r"41 positions do not divide into 8 .* Use rows of 32 or 48 positions"):
         check_row_length(module, planned_mesh({"sequence": 8}), 41)
+
+
+def test_lengths_are_those_that_every_layer_takes():
+    reach = LayerSpec(mixer=SCAN, mlp=None, norm=NormSpec(eps=1e-5))
+    module, mesh = tiny_decoder(layers=(tiny_layer(), reach)), planned_mesh({"sequence": 8})
+    check_row_length(module, mesh, 32)
+    # Slices of 3 have no halves for the attention; those of 2 have, but the convolution reads 3 tokens back.
+    for length, message in ((24, "24 positions do not divide into 16"), (16, "slices of at least 3 .* 16 is not")):
+        with pytest.raises(LayoutRefused, match=rf"{message}.* Use rows of 32 positions"):
+            check_row_length(module, mesh, length)
+    with pytest.raises(LayoutRefused, match=r"No row within the context of 64 fits sequence=32\."):
+        check_row_length(module, planned_mesh({"sequence": 32}), 64)
+    lines = exchange_report(module, mesh=mesh, num_tokens=32, rows=1)
+    # The halo is 3 tokens of 4 heads of 8 and 2 x 1 group of 6, and 4 shifts of 4 states of 8 x 6 and their decays.
+    sent = 2 * (3 * (4 * 8 + 2 * 6) * 4 + 4 * 4 * (8 * 6 + 1) * 4)
+    assert lines[1].startswith(f"exchange of 1 layer of 32 tokens: 10 shifts, {sent:,} bytes a device")

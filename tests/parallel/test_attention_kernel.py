@@ -13,6 +13,7 @@ from dew.kernels import attention_blocks, attention_choice, attention_tpu, atten
 from dew.kernels.attention import attention, consecutive_visibility
 from dew.parallel.attention_kernel import sharded_attention
 from dew.placement import MeshSpec, build_mesh
+from dew.planning.hlo import array_shapes
 
 B, T, H = 4, 128, 64
 
@@ -36,7 +37,8 @@ def calls(monkeypatch):
     "spec, num_heads, num_kv_heads, sizes",
     [
         (MeshSpec(fsdp=2, tensor=2), 4, 2, ((1, T, 2, H), (1, 1, T, H))),
-        (MeshSpec(tensor=4), 8, 2, ((2, T, 2, H), (2, 2, T, H))),  # two key/value heads, repeated for four devices
+        (MeshSpec(tensor=4), 8, 2, ((2, T, 2, H), (2, 1, T, H))),  # two key/value heads, of which each device reads one
+        (MeshSpec(tensor=4), 12, 3, ((2, T, 3, H), (2, 3, T, H))),
         (MeshSpec(tensor=8), 4, 2, ((4, T, 4, H), (4, 2, T, H))),  # whole on every device
     ],
     ids=str,
@@ -85,3 +87,27 @@ def test_blocks_of_long_rows_are_partitioned_without_moving_anything(monkeypatch
         text = run.lower(*inputs).compile().as_text()
     assert "while(" in text
     assert re.findall("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", text) == []
+
+
+def test_decoding_on_more_devices_than_kv_heads_reads_the_cache_where_it_lies():
+    rows, heads, slots, width = 2, 16, 64, 8
+    mesh = build_mesh(MeshSpec(tensor=4), jax.devices()[:4])
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(keys[0], (rows, 1, heads, width))
+    key, value = (jax.random.normal(k, (rows, 1, slots, width)) for k in keys[1:])
+
+    def attend(of, query, key, value, index):
+        visibility = consecutive_visibility(1, slots, query_start=index)
+        return of(query, key, value, visibility=visibility, scale=0.5)
+
+    want = attend(attention, query, key, value, jnp.int32(40))
+    with jax.set_mesh(mesh):
+        inputs = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in ((query, PartitionSpec(None, None, "tensor")), *((x, PartitionSpec()) for x in (key, value)))
+        ]
+        program = jax.jit(functools.partial(attend, sharded_attention)).lower(*inputs, jnp.int32(40)).compile()
+    np.testing.assert_allclose(program(*inputs, jnp.int32(40)), want, rtol=0, atol=1e-6)
+    # One key/value head: a copy for each of a device's four query heads would be four times the cache.
+    sizes = [np.prod(shape) for _, shape in array_shapes(program.as_text())]
+    assert max(sizes) == rows * slots * width

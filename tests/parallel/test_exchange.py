@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.kernels.attention import attention
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.masks import causal_visibility, limited
-from dew.parallel.choice import choose_exchange, skips_window
+from dew.parallel.choice import choose_exchange, exchange_refusal, skips_window, with_length
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention
 from dew.parallel.traffic import AttentionSizes
 from dew.placement.layout import LayoutRefused
@@ -183,6 +186,8 @@ def test_what_is_sent_is_what_the_formula_says(name):
     assert bool(found) == (name != "chunks that end with slices")
 
 
+HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
+TPU, CPU = Accelerator(platform="tpu"), Accelerator(platform="cpu")
 FACTS = {
     "rows": 2,
     "num_queries": 64,
@@ -216,10 +221,10 @@ FACTS = {
 )
 def test_the_choice_follows_the_rules(change, path, reason):
     change = dict(change)
-    kernel = change.pop("kernel", False)
+    device = HOPPER if change.pop("kernel", False) else CPU
     facts = {**FACTS, **change}
     facts["num_keys"] = facts["num_queries"]
-    choice = choose_exchange(AttentionSizes(**facts), kernel_skips_window=kernel)
+    choice = choose_exchange(AttentionSizes(**facts), device=device)
     assert choice.path == path
     assert reason in choice.reason
     assert set(choice.refused) | set(choice.alternatives) | {path} == {"all_to_all", "gather", "ring", "banded"}
@@ -232,12 +237,18 @@ def test_the_choice_follows_the_rules(change, path, reason):
         (
             "all_to_all",
             {"num_heads": 6},
-            "6 query heads of a tensor shard .*sequence=4. Use 'auto' or 'gather' or",
+            "6 query heads of a tensor shard .*sequence=4. Use sequence_impl='auto' or 'gather' or 'ring'.$",
         ),
         ("banded", {"num_heads": 4}, "it needs a window or chunks"),
         ("banded", {"num_heads": 4, "window": 18}, "reads 17 positions before its slice, which is longer"),
-        ("ring", {"num_heads": 4, "num_queries": 36}, "36 positions do not divide into 8 equal parts"),
-        ("gather", {"num_heads": 4, "num_queries": 36}, "36 positions do not divide into 8 equal parts"),
+        # Slices of 17 hold what a window of 18 reads before them.
+        ("banded", {"num_heads": 4, "window": 18}, "Use sequence_impl=.*, or rows of 68 positions.$"),
+        (
+            "ring",
+            {"num_heads": 4, "num_queries": 36},
+            "36 positions do not divide into 8 .*Use sequence_impl='auto' or 'all_to_all', or rows of 32 or 40 pos",
+        ),
+        ("gather", {"num_heads": 6, "num_queries": 36}, "36 positions do not divide into 8 .* Use rows of 32 or 40 "),
         ("auto", {"num_heads": 6, "num_queries": 36}, "36 positions do not divide into 8 .* Use rows of 32 or 40 "),
         ("auto", {"num_heads": 4, "num_queries": 38}, "38 positions do not divide into 4 .* Use rows of 36 or 40 "),
         ("auto", {"num_heads": 6, "num_queries": 3}, "3 positions do not divide into 8 .* Use rows of 8 positions"),
@@ -249,9 +260,6 @@ def test_what_cannot_run_is_refused_with_what_can(named, change, message):
         choose_exchange(AttentionSizes(**{**facts, "num_keys": facts["num_queries"]}), named)
 
 
-HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
-
-
 @pytest.mark.parametrize(
     "change, device, skips",
     [
@@ -261,7 +269,7 @@ HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
         ({"dtype": "float32"}, HOPPER, False),
         ({"num_heads": 6}, HOPPER, False),
         ({"window": None}, HOPPER, False),
-        ({}, Accelerator(platform="cpu"), False),
+        ({}, CPU, False),
     ],
 )
 def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
@@ -269,13 +277,77 @@ def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
     assert skips_window(AttentionSizes(**facts), "auto", device) is skips
 
 
-def test_a_kernel_that_cannot_attend_piece_by_piece_is_refused():
+@pytest.mark.parametrize(
+    "change, implementation, device, path",
+    [
+        # Few bytes would take the gather, a window the band: both attend what the kernel named cannot.
+        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False}, "cudnn", HOPPER, "all_to_all"),
+        ({"num_heads": 4, "window": 17, "is_masked": True}, "cudnn", HOPPER, "all_to_all"),
+        ({"num_heads": 4, "window": 17, "is_masked": True}, "xla", HOPPER, "banded"),
+        ({"num_heads": 4, "chunk": 32, "num_queries": 512, "head_dim": 64}, "tpu", TPU, "all_to_all"),
+    ],
+)
+def test_a_kernel_named_takes_an_exchange_that_leaves_it_what_it_can_run(change, implementation, device, path):
+    facts = {**FACTS, **change}
+    facts["num_keys"] = facts["num_queries"]
+    choice = choose_exchange(AttentionSizes(**facts), implementation=implementation, device=device)
+    assert (choice.path, choice.kernel.kernel) == (path, implementation)
+    by_default = choose_exchange(AttentionSizes(**facts), device=CPU).path
+    assert (by_default == path) == (implementation == "xla")
+    assert f"; kernel {implementation}" in str(choice)
+
+
+def test_a_kernel_that_no_exchange_can_run_is_refused_with_every_reason():
     query, key, value, *_ = operands(4, 2)
-    with (
-        jax.set_mesh(build_mesh(MeshSpec(sequence=8))),
-        pytest.raises(ValueError, match=r"gather exchange attends piece by piece.*Received: attention_impl='cudnn'"),
-    ):
+    reasons = (
+        r"with attention_impl='cudnn': all_to_all cannot: 4 query heads .* gather cannot: it attends piece by piece.* "
+        r"ring cannot: it attends piece.* banded cannot: it needs a window or chunks. Use attention_impl='auto'\.$"
+    )
+    with jax.set_mesh(build_mesh(MeshSpec(sequence=8))), pytest.raises(LayoutRefused, match=reasons):
         sequence_attention(query, key, value, visibility=causal_visibility(T), scale=1.0, implementation="cudnn")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    facts=st.fixed_dictionaries(
+        {
+            "num_queries": st.integers(1, 200),
+            "num_heads": st.sampled_from([1, 3, 4, 6, 8]),
+            "num_kv_heads": st.just(1),
+            "shards": st.sampled_from([2, 3, 4, 8]),
+            "is_causal": st.booleans(),
+            "is_masked": st.booleans(),
+            "window": st.sampled_from([None, 1, 9, 100]),
+            "chunk": st.sampled_from([None, 7, 32, 50]),
+        }
+    ),
+    named=st.sampled_from(["auto", "all_to_all", "gather", "ring", "banded"]),
+    kernel=st.sampled_from([("auto", CPU), ("xla", CPU), ("cudnn", HOPPER), ("tpu", TPU), ("cudnn", CPU)]),
+)
+def test_whatever_length_is_advised_is_accepted(facts, named, kernel):
+    implementation, device = kernel
+    sizes = AttentionSizes(**{**FACTS, **facts, "num_keys": facts["num_queries"], "head_dim": 64})
+
+    def refusal(sizes, named=named, implementation=implementation):
+        return exchange_refusal(sizes, named, implementation=implementation, device=device)
+
+    if refusal(sizes) is None:
+        choose_exchange(sizes, named, implementation=implementation, device=device)
+        return
+    with pytest.raises(LayoutRefused) as refused:
+        choose_exchange(sizes, named, implementation=implementation, device=device)
+    advice = str(refused.value).rpartition(" Use ")[2]
+    rows = re.search(r"rows of ([\d or]+) positions", advice)
+    lengths = [int(number) for number in re.findall(r"\d+", rows[1])] if rows else []
+    for length in lengths:
+        assert length != sizes.num_queries
+        assert refusal(with_length(sizes, length)) is None
+    between = range(max([0, *(size for size in lengths if size < sizes.num_queries)]) + 1, sizes.num_queries)
+    assert all(refusal(with_length(sizes, length)) is not None for length in between if length % sizes.shards == 0)
+    for path in re.findall(r"'(\w+)'", advice.partition(", or")[0]) if "sequence_impl" in advice else []:
+        assert refusal(sizes, named=path) is None
+    if "attention_impl='auto'" in advice:
+        assert refusal(sizes, implementation="auto") is None
 
 
 def test_rules_that_split_positions_otherwise_are_refused():

@@ -99,5 +99,5 @@ def test_lengths_that_do_not_divide_are_refused():
     run = trainer("sequence=8")
     rows = {"tokens": np.ones((8, 45), np.int32)}
     state = run.place()
-    with pytest.raises(LayoutRefused, match=r"44 positions do not divide into 8 equal parts.*Use rows of 40 or 48 "):
+    with pytest.raises(LayoutRefused, match=r"44 positions do not divide into 8 equal parts.*Use rows of 32 or 48 "):
         list(run.loop(state).run([rows]))

@@ -34,7 +34,7 @@ def test_the_exit_status_is_that_of_the_parts(monkeypatch):
     assert device_check.main([]) == 1
 
 
-@pytest.mark.parametrize("name", ["devices", "kernel speed", "host memory", "collectives"])
+@pytest.mark.parametrize("name", ["devices", "kernel speed", "host memory", "collectives", "grouped", "one device"])
 def test_a_part_runs_here_or_says_why_not(name, capsys):
     result = device_check.check({name: device_check.PARTS[name]}, device_check.TINY, 60.0)[name]
     reasons = {
@@ -42,6 +42,8 @@ def test_a_part_runs_here_or_says_why_not(name, capsys):
         "kernel speed": "not run: the table chooses XLA here: there is nothing to compare",
         "host memory": "not run: a cpu reports no device memory",
         "collectives": "not run: a CPU has no reduce-scatter",
+        "grouped": "ok",
+        "one device": "ok",
     }
     assert result == reasons[name]
 
@@ -53,3 +55,20 @@ def test_kernels_are_compared_and_a_wrong_one_fails(monkeypatch):
     assert device_check.check(parts, sizes, 60.0) == {"kernels": "ok"}
     monkeypatch.setattr(device_check, "TOLERANCE", {"bfloat16": 1e-9})
     assert device_check.check(parts, sizes, 60.0)["kernels"].startswith("FAILED: AssertionError: documents by xla")
+
+
+def test_blocks_are_compared_with_all_logits_at_once(monkeypatch):
+    monkeypatch.setattr(device_check, "CASES", device_check.CASES[7:8])
+    sizes = device_check.dataclasses.replace(device_check.TINY, length=300)
+    assert device_check.check({"blocks": device_check.blocks}, sizes, 60.0) == {"blocks": "ok"}
+    monkeypatch.setattr(device_check, "TOLERANCE", {"float32": 1e-12})
+    assert device_check.check({"blocks": device_check.blocks}, sizes, 60.0)["blocks"].startswith("FAILED: Assert")
+
+
+def test_a_rejected_update_and_the_use_of_the_device_are_measured(capsys):
+    sizes = device_check.dataclasses.replace(device_check.TINY, length=32)
+    names = ("rejected update", "utilisation")
+    assert device_check.check({name: device_check.PARTS[name] for name in names}, sizes, 60.0) == dict.fromkeys(
+        names, "ok"
+    )
+    assert "TFLOP a second: the peak of a cpu is not known here" in capsys.readouterr().out

@@ -1,9 +1,14 @@
 """Operations of the compiled training step: the formula on one device, an even split of them on every axis."""
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import pytest
 
+from dew.nn.moe import ExpertsSpec
+from dew.nn.router import RouterSpec
 from dew.objectives.language import LanguageModel
 from dew.placement import Layout, MeshSpec, build_mesh
 from dew.planning.flops import decoder_step_flops
@@ -65,6 +70,36 @@ def test_each_device_computes_its_even_share(mesh, alone):
     # Part by part: one part that is whole must not hide behind another.
     even = {part: total / 8 for part, total in alone.by_part().items()}
     assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+EXPERTS = ExpertsSpec(num_experts=8, features=48, router=RouterSpec(top_k=2))
+
+
+@functools.cache
+def step_of_experts(**mesh):
+    spec = MeshSpec(**mesh) if mesh else None
+    dense = llama_like(**SHAPE, kv_heads=8, remat=None).layers[0]
+    # An expert axis splits nothing but experts.
+    return step(spec, tolerance=1.0, layers=(dataclasses.replace(dense, mlp=EXPERTS),) * SHAPE["layers"])
+
+
+def test_experts_are_the_formula_at_an_even_routing():
+    found, needed = step_of_experts()
+    assert found.per_device == pytest.approx(needed, rel=0.02)
+    # Three matrices for each of two experts a token, forward and twice backward.
+    rows = ROWS * LENGTH * EXPERTS.router.top_k
+    assert found.by_part()["experts"] == 18 * rows * SHAPE["width"] * EXPERTS.features * SHAPE["layers"]
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 8}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_with_experts_each_device_computes_its_even_share(mesh):
+    (found, _), (alone, _) = step_of_experts(**mesh), step_of_experts()
+    assert found.per_device == pytest.approx(alone.per_device / 8, rel=0.05)
+    # The router, in no part by name, is computed by every device of a tensor group.
+    unnamed = {"attention", "blocks"} if "tensor" in mesh else set()
+    even = {part: total / 8 for part, total in alone.by_part().items() if part not in unnamed}
+    assert {part: mine for part, mine in found.by_part().items() if part in even} == pytest.approx(even, rel=0.05)
+    assert set(even) > {"experts", "q_proj", "vocabulary"}
 
 
 def test_stages_compute_their_idle_turns_too(alone):
