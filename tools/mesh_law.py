@@ -1,13 +1,14 @@
 """The law of meshes as a table: training on every factorisation of 8 devices is training on one device.
 
-Run `python -m tools.mesh_law` for every factorisation with every set of features, `--part 1/4` for a quarter of it,
-`--cover` for the pairwise cover that the tests run. Compared in float32, leaf by leaf: loss, metrics, gradients and
-weights of three optimizer steps, on rows with odd documents, padding, unequal masks and slices that score nothing.
+Run `python -m tools.mesh_law` for all of `tools/mesh_cases.py`, `--axis stage` for the meshes with stages, `--part 1/4`
+for a quarter, `--cover` for what the tests run. Compared in float32, leaf by leaf: loss, metrics, gradients and weights
+of three updates, on rows with odd documents, padding, unequal masks, slices and microbatches that score nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import itertools
@@ -24,168 +25,99 @@ import optax
 
 from dew.nn.attention import AttentionSpec
 from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
+from dew.nn.embed import HeadSpec
 from dew.nn.mlp import MlpSpec
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import NormSpec
 from dew.nn.rope import RotarySpec
+from dew.nn.router import BALANCE_BIAS, RouterSpec, RouterTraining
 from dew.objectives.language import LanguageModel
-from dew.placement import Layout, LayoutRefused, MeshSpec, build_mesh
+from dew.objectives.routing import EXPERT_LOAD
+from dew.placement import AXES, DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, build_mesh
 from dew.placement.rules import spec_axes
 from dew.training.placing import plain
 from dew.training.trainer import Trainer
 from dew.tree import map_named, named_leaves
+from tools.mesh_cases import DEVICES, Case, Features, Way, cover, kept_whole, parse_factors, refused, whole_table
 
-DEVICES = 8
-ROWS, LENGTH, VOCAB = 8, 32, 64
-STEPS = 3
+ROWS, LENGTH, VOCAB, EXPERTS = 16, 32, 64, 8
+UPDATES = 3
+ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=0.01)
 RTOL = 1e-5
 """Largest difference, relative to the largest element of the leaf on one device."""
 UNSCORED = slice(8, 16)
 """Positions without a scored token in any row: a whole slice of a sequence axis of 4, two of an axis of 8."""
-PARAMETER_AXES = ("fsdp", "tensor")
+COUNTS = ("token_accuracy", "dropped_slots", EXPERT_LOAD)
+"""Statistics that may be 0 on few tokens; what they are out of is not."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
-class Features:
-    """What a decoder and its rows have; each either is or is not.
-
-    Attributes:
-        packed: Documents of odd lengths share rows, some borders on borders of slices; rows and tails are padding.
-        grouped: Two query heads share a key/value head.
-        windowed: Layers read a window of 5 tokens: more than a slice of a sequence axis of 8, less than others.
-        untied: The head has a matrix of its own.
-        remat: Blocks are recomputed in the backward pass.
-        scanned: Two layers are stored in a bank and run in a loop, instead of one on its own.
-        dressed: Norms of queries and keys, biases, bounds of the logits, norms after the parts.
-    """
-
-    packed: bool
-    grouped: bool
-    windowed: bool
-    untied: bool
-    remat: bool
-    scanned: bool
-    dressed: bool
-
-    def __str__(self) -> str:
-        return " ".join(name for name, has in dataclasses.asdict(self).items() if has) or "plain"
-
-
-class Factors(NamedTuple):
-    """Sizes of the axes of a mesh of 8 devices."""
-
-    data: int
-    fsdp: int
-    tensor: int
-    sequence: int
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self._asdict().items() if size > 1)
-
-    @property
-    def spec(self) -> MeshSpec:
-        """The spec whose data axis is what is left."""
-        return MeshSpec(fsdp=self.fsdp, tensor=self.tensor, sequence=self.sequence)
-
-
-class Case(NamedTuple):
-    """One mesh with one set of features."""
-
-    factors: Factors
-    features: Features
-
-    def __str__(self) -> str:
-        return f"{self.factors} {self.features}"
-
-
-def factorisations(devices: int = DEVICES) -> list[Factors]:
-    """List every way to lay devices out on the four axes."""
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    return [Factors(*found) for found in itertools.product(sizes, repeat=4) if math.prod(found) == devices]
-
-
-def feature_words() -> list[Features]:
-    """List 16 sets of features in which any three of the seven occur together in every way.
-
-    They are the words of the Hamming code [7, 4]: the opposite of each is another one. A word and its opposite follow
-    each other.
-    """
-    words = []
-    for a, b, c in itertools.product((False, True), repeat=3):
-        word = (False, a, b, c, a ^ b, a ^ c, b ^ c)
-        # Parity of three bits each; d is what the first bit adds to all.
-        for flip in (a ^ b ^ c, not (a ^ b ^ c)):
-            names = [field.name for field in dataclasses.fields(Features)]
-            words.append(Features(**dict(zip(names, (bit ^ flip for bit in word), strict=True))))
-    return words
-
-
-def pairwise_cover() -> list[Case]:
-    """List two cases a factorisation, so that any two of axis sizes, factorisations and features meet in one."""
-    words = feature_words()
-    cases = []
-    for number, factors in enumerate(factorisations()):
-        pair = 2 * (number % (len(words) // 2))
-        cases += [Case(factors, words[pair]), Case(factors, words[pair + 1])]
-    return cases
-
-
-def whole_table() -> list[Case]:
-    """List every factorisation with every set of features, cases of like features together."""
-    return [Case(factors, features) for features in feature_words() for factors in factorisations()]
-
-
-def kept_whole(case: Case) -> str | None:
-    """Say why a case cannot split all its matrices, as the layout says it; None when it can.
-
-    A tensor axis takes whole heads only.
-    """
-    if case.features.grouped and case.factors.tensor == 8:
-        return "4 kv heads do not divide tensor=8"
-    return None
-
-
-def decoder(features: Features) -> CausalTransformer:
+def decoder(features: Features, layers: int, way: Way) -> CausalTransformer:
     """Build the decoder of a set of features: width 32, 8 query heads of 8, hidden width 64."""
     norm = NormSpec(eps=1e-5)
-
-    def layer(window: int | None) -> LayerSpec:
-        attention = AttentionSpec(
-            num_heads=8,
-            num_kv_heads=4 if features.grouped else 8,
-            head_dim=8,
-            rotary=RotarySpec(theta=10000.0),
-            window=window,
-            bias=features.dressed,
-            out_bias=features.dressed,
-            qk_norm=norm if features.dressed else None,
-            softcap=20.0 if features.dressed else None,
-        )
-        mlp = MlpSpec(features=64, bias=features.dressed)
-        return LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="both" if features.dressed else "pre")
-
+    attention = AttentionSpec(
+        num_heads=8,
+        num_kv_heads=4 if features.grouped else 8,
+        head_dim=8,
+        rotary=RotarySpec(theta=10000.0),
+        window=5 if features.windowed else None,
+        bias=features.dressed,
+        out_bias=features.dressed,
+        qk_norm=norm if features.dressed else None,
+        softcap=20.0 if features.dressed else None,
+    )
+    layer = LayerSpec(
+        mixer=attention,
+        mlp=experts(features) if features.sparse else MlpSpec(features=64, bias=features.dressed),
+        norm=norm,
+        placement="both" if features.dressed else "pre",
+        residual_scale=0.05 if features.sparse else 1.0,  # see `initial_values`
+    )
     return CausalTransformer(
         VOCAB,
         32,
-        (layer(5 if features.windowed else None),) * (2 if features.scanned else 1),
+        (layer,) * layers,
         norm,
+        head=HeadSpec(scale=0.25 if features.sparse else 1.0),
         tie_embeddings=not features.untied,
         remat="full" if features.remat else None,
         scan_layers=features.scanned,
         max_length=LENGTH,
+        sequence_impl=way.exchange or "auto",
+        schedule=way.schedule or "gpipe",
+        router_training=ROUTERS if features.sparse else RouterTraining(),
+    )
+
+
+def experts(features: Features) -> ExpertsSpec:
+    """Build the experts of a set of features."""
+    if not features.dressed:
+        router = RouterSpec(top_k=2, score="sigmoid", normalise=True, balance_bias=True, groups=4, top_groups=2)
+        return ExpertsSpec(num_experts=EXPERTS, features=64, router=router)
+    return ExpertsSpec(
+        num_experts=EXPERTS,
+        features=64,
+        router=RouterSpec(top_k=2, bias=True),
+        bias=True,
+        shared=MlpSpec(features=64, bias=True),
+        shared_gate=True,
+        capacity_factor=1.25,
     )
 
 
 # Ends of the documents of each row of 33 tokens; what follows the last end is padding. Slices end at multiples of 4.
-_ENDS = ((7, 12, 15, 16, 33), (33,), (5, 8, 13, 24, 28, 33), (9, 24, 27), (1, 2, 3, 32), (5, 16, 21), (24, 25, 33), ())
+_ENDS = (
+    *((7, 12, 15, 16, 33), (33,), (5, 8, 13, 24, 28, 33), (9, 24, 27), (1, 2, 3, 32), (5, 16, 21), (24, 25, 33)),
+    *((17, 33), (4, 9, 20, 33), (3, 8, 31), (12, 13), (2, 5, 32, 33), (6, 28, 29), (11, 16, 20, 23, 33), (8, 33), ()),
+)
 
 
 def batch(features: Features, seed: int) -> dict[str, np.ndarray]:
-    """Draw rows with a mask that scores a different number of tokens in each, none in the last."""
+    """Draw rows with a mask that scores a different number of tokens in each, none in the last two."""
     generator = np.random.default_rng(seed)
     shape = (ROWS, LENGTH + 1)
     tokens = generator.integers(1, VOCAB, shape).astype(np.int32)
     mask = generator.random(shape) < np.linspace(0.3, 1.0, ROWS)[:, None]
-    mask[-1] = False
+    mask[-2:] = False
     mask[:, UNSCORED.start + 1 : UNSCORED.stop + 1] = False
     if not features.packed:
         return {"tokens": tokens, "loss_mask": mask}
@@ -197,7 +129,7 @@ def batch(features: Features, seed: int) -> dict[str, np.ndarray]:
 
 
 class RecordedGradient(NamedTuple):
-    """The gradient of the last step."""
+    """The gradient of the last update."""
 
     gradient: Any
 
@@ -210,34 +142,56 @@ def record_gradient() -> optax.GradientTransformation:
     )
 
 
-def trainer_of(features: Features, factors: Factors | None, tolerance: float = 0.0) -> Trainer:
-    """Build the trainer of a case; without factors that of one device."""
-    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if factors is None else build_mesh(factors.spec)
+def trainer_of(case: Case, tolerance: float = 0.0) -> Trainer:
+    """Build the trainer of a case."""
+    return _trainer(decoder(case.features, case.layers, case.way), case.features, case.spec, tolerance)
+
+
+def _trainer(module: CausalTransformer, features: Features, mesh: Any, tolerance: float) -> Trainer:
     # A large eps: Adam divides by the gradient's own size, which would magnify rounding where that is near 0.
     optimizer = optax.chain(record_gradient(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-2))
-    layout = Layout(min_shard=1, tolerance=tolerance)
-    return Trainer(LanguageModel(decoder(features)), optimizer, mesh=mesh, layout=layout)
+    # No default rule splits what a router scores with over tensor: it is small.
+    rules = (*DEFAULT_RULES, ("router", "tensor")) if features.sparse else DEFAULT_RULES
+    layout = Layout(rules=rules, min_shard=1, tolerance=tolerance)
+    return Trainer(
+        LanguageModel(module), optimizer, mesh=mesh, layout=layout, accumulation=2 if features.accumulated else 1
+    )
 
 
-@functools.cache
-def initial_values(features: Features) -> Any:
-    """Draw weights on the host: normal matrices, scales and biases around one and zero."""
-    shapes = plain(trainer_of(features, None).abstract_variables())
+def initial_values(shapes: Any, features: Features) -> Any:
+    """Draw weights on the host: normal matrices, scales and biases around one and zero.
+
+    A choice of experts is a step: two scores that rounding could swap would make any comparison a matter of luck. So
+    each token names its experts in the first dimensions of its row of the table, the router reads these, and the blocks
+    (`residual_scale`) change them little. Some experts are named far more often than others.
+    """
     generator = np.random.default_rng(0)
+    tokens, dims = np.arange(VOCAB), np.arange(EXPERTS)
+    first = tokens**2 % EXPERTS
+    second = (first + 1 + tokens % (EXPERTS - 1)) % EXPERTS
 
     def draw(path: str, leaf: Any) -> np.ndarray:
         values = generator.normal(0, 0.15, leaf.shape).astype(np.float32)
-        return values + 1 if path.endswith("scale") else values
+        if path.endswith("scale"):
+            return values + 1
+        if "/router/" in path:
+            values *= 0.1
+        if path.endswith("router/kernel"):
+            values[..., dims, dims] += 0.5
+        if features.sparse and path.endswith("embed_tokens/embedding"):
+            values[tokens, first] += 2
+            values[tokens, second] += 2
+        return values
 
     return map_named(draw, shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What three steps gave, by name.
+    """What three updates gave, by name.
 
     Attributes:
-        numbers: Totals and masses of loss and metrics, gradients of each step, the weights at the end.
+        numbers: Totals and masses of loss and metrics, gradients of each update, the weights at the end.
         state: The state at the end, placed.
         placed: One batch, placed.
     """
@@ -248,16 +202,18 @@ class Trained:
 
 
 def trained(trainer: Trainer, features: Features) -> Trained:
-    """Train three steps."""
-    loop = trainer.loop(trainer.place(initial_values(features)))
+    """Train three updates."""
+    loop = trainer.loop(trainer.place(initial_values(plain(trainer.abstract_variables()), features)))
     numbers: dict[str, np.ndarray] = {}
-    for number in range(STEPS):
-        (result,) = loop.run([batch(features, number)])
-        for name, ratio in result.read().items():
-            numbers[f"step {number} {name}"] = np.asarray(ratio.total)
-            numbers[f"step {number} {name} mass"] = np.asarray(ratio.mass)
+    for number in range(UPDATES):
+        seeds = range(number * trainer.accumulation, (number + 1) * trainer.accumulation)
+        for seed, result in zip(seeds, loop.run(batch(features, seed) for seed in seeds), strict=True):
+            for name, ratio in result.read().items():
+                numbers[f"batch {seed} {name}"] = np.asarray(ratio.total)
+                numbers[f"batch {seed} {name} mass"] = np.asarray(ratio.mass)
         gradient = next(part for part in loop.state.opt_state if isinstance(part, RecordedGradient)).gradient
-        numbers |= {f"step {number} gradient of {path}": leaf for path, leaf in _on_host(gradient).items()}
+        leaves = {path: leaf for path, leaf in _on_host(gradient).items() if not path.endswith(BALANCE_BIAS)}
+        numbers |= {f"update {number} gradient of {path}": leaf for path, leaf in leaves.items()}
     numbers |= {f"weights {path}": leaf for path, leaf in _on_host(loop.state.params).items()}
     return Trained(numbers=numbers, state=loop.state, placed=trainer.place_batch(batch(features, 0)))
 
@@ -267,9 +223,10 @@ def _on_host(tree: Any) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def one_device(features: Features) -> dict[str, np.ndarray]:
+def one_device(features: Features, layers: int) -> dict[str, np.ndarray]:
     """Give the numbers of one device."""
-    return trained(trainer_of(features, None), features).numbers
+    alone = build_mesh(MeshSpec(), jax.devices()[:1])
+    return trained(_trainer(decoder(features, layers, Way()), features, alone, 0.0), features).numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,7 +253,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the law holds."""
-        return self.worst[1] <= RTOL and (not self.unsplit or kept_whole(self.case) is not None)
+        return self.worst[1] <= RTOL and not self.unsplit
 
 
 def judge(case: Case) -> Verdict:
@@ -307,14 +264,12 @@ def judge(case: Case) -> Verdict:
         AssertionError: If a leaf is zero on one device, so that nothing could be seen to differ.
     """
     start = time.perf_counter()
-    want = one_device(case.features)
-    tolerance = 1.0 if kept_whole(case) else 0.0
-    got = trained(trainer_of(case.features, case.factors, tolerance), case.features)
+    want = one_device(case.features, case.layers)
+    got = trained(trainer_of(case, 1.0 if kept_whole(case) else 0.0), case.features)
     assert got.numbers.keys() == want.keys(), "the same numbers"
     errors = {}
     for name, values in want.items():
-        # A count may be 0 on few tokens; what it is out of is not.
-        scale = np.max(np.abs(want[f"{name} mass"] if "accuracy" in name and "mass" not in name else values))
+        scale = np.max(np.abs(want[f"{name} mass"] if name.split()[-1] in COUNTS else values))
         assert scale > 0, f"{name} is zero on one device"
         errors[name] = float(np.max(np.abs(got.numbers[name] - values)) / scale)
         if not np.all(np.isfinite(got.numbers[name])):
@@ -324,50 +279,109 @@ def judge(case: Case) -> Verdict:
 
 def _unsplit(case: Case, got: Trained) -> Iterator[str]:
     """Name what is not split over all axes that should split it."""
-    sizes = case.factors._asdict()
-    wanted = {axis for axis in PARAMETER_AXES if sizes[axis] > 1}
-    for path, leaf in named_leaves({"params": got.state.params, "optimizer": got.state.opt_state}).items():
-        if path.endswith(("kernel", "embedding")) and set(spec_axes(leaf.sharding.spec)) != wanted:
-            yield f"{path} {leaf.shape} over {spec_axes(leaf.sharding.spec)}, not {sorted(wanted)}"
-    part = (ROWS // (sizes["data"] * sizes["fsdp"]), LENGTH // sizes["sequence"])
+    state = got.state
+    held = {"params": state.params, "optimizer": state.opt_state, "window": state.accumulator}
+    for path, leaf in named_leaves(held).items():
+        wanted, found = wanted_axes(case, path), set(spec_axes(leaf.sharding.spec))
+        if wanted is not None and found != wanted:
+            yield f"{path} {leaf.shape} over {sorted(found)}, not {sorted(wanted)}"
+    part = (ROWS // case.factors.row_shards, LENGTH // case.factors.sequence)
     for name, array in got.placed.items():
         if (shape := array.sharding.shard_shape(array.shape)) != part:
             yield f"batch {name} in parts of {shape}, not {part}"
 
 
+def wanted_axes(case: Case, path: str) -> set[str] | None:
+    """Say which axes split a matrix, its gradient and its moments; None for what is no matrix."""
+    of_experts = "/experts/" in path and not path.endswith("_bias")
+    if not of_experts and not path.endswith(("kernel", "embedding")):
+        return None
+    axes = {"fsdp", "tensor"}
+    axes |= {"expert"} if of_experts else set()
+    axes |= {"stage"} if "layers_" in path or path.endswith("embedding") else set()
+    if "/shared_gate/" in path:  # one column
+        axes.remove("tensor")
+    if case.features.grouped and case.factors.tensor == 8 and ("k_proj" in path or "v_proj" in path):
+        axes.remove("tensor")
+    sizes = case.factors._asdict()
+    return {axis for axis in axes if sizes[axis] > 1}
+
+
 def refusal(case: Case) -> str:
-    """Give the text with which the layout refuses a case of `kept_whole`, or the empty string."""
+    """Give the text with which a case of `refused` or `kept_whole` is refused, or the empty string."""
     try:
-        trainer_of(case.features, case.factors).shardings()
+        trainer_of(case, 1.0 if refused(case) else 0.0).lower(batch(case.features, 0))
     except LayoutRefused as error:
         return str(error)
     return ""
 
 
+def report(case: Case) -> tuple[str, float]:
+    """Run a case, or have it refused, and print a line.
+
+    Returns:
+        Whether it "holds", is "refused" as listed or "FAILS", and how far it is from one device.
+    """
+    if (reason := refused(case)) is not None:
+        given = refusal(case)
+        state = "refused" if reason in given else "FAILS"
+        print(f"{state:7} {case}: {given or 'it runs'}", flush=True)
+        return state, 0.0
+    try:
+        verdict = judge(case)
+    except Exception as error:  # whatever a legal case raises is a defect, and the others are still to be seen
+        print(f"FAILS   {case}: {type(error).__name__}: {error}", flush=True)
+        return "FAILS", math.inf
+    name, error = verdict.worst
+    state = "holds" if verdict.holds else "FAILS"
+    print(f"{state:7} {case!s:100} {error:.1e} {name} ({verdict.seconds:.1f} s)", flush=True)
+    for path in verdict.unsplit:
+        print(f"        whole: {path}", flush=True)
+    return state, error
+
+
+def selected(options: argparse.Namespace) -> list[Case]:
+    """Choose the cases that the options ask for.
+
+    Raises:
+        ValueError: If an option cannot be read, or no case is left.
+    """
+    cases = list(cover() if options.cover else whole_table())
+    if options.axis:
+        cases = [case for case in cases if any(getattr(case.factors, axis) > 1 for axis in options.axis)]
+    if options.mesh:
+        factors = parse_factors(options.mesh)
+        cases = [case for case in cases if case.factors == factors]
+    part, slash, parts = options.part.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ValueError(f"a part is written as in 2/4, from 1 on. Received: {options.part!r}")
+    first, last = (len(cases) * number // int(parts) for number in (int(part) - 1, int(part)))
+    if first == last:
+        raise ValueError("no case is left of what was asked for")
+    return cases[first:last]
+
+
+_WORDS = {"holds": "hold", "refused": "are refused as listed", "FAILS": "fail"}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line per case and what fails; the exit status is 1 if anything does."""
+    """Print a line per case and what fails; the exit status is 1 if anything does, 2 if nothing is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cover", action="store_true", help="the pairwise cover instead of the whole table")
+    parser.add_argument("--cover", action="store_true", help="what the tests run instead of the whole table")
     parser.add_argument("--part", default="1/1", help="which part of how many, as in 2/4")
     parser.add_argument("--mesh", help="one factorisation only, as in fsdp=4,sequence=2")
+    parser.add_argument("--axis", action="append", choices=AXES, help="meshes that split this axis, or this one, ...")
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
-    part, parts = (int(number) for number in options.part.split("/"))
-    cases = pairwise_cover() if options.cover else whole_table()
-    cases = cases[len(cases) * (part - 1) // parts : len(cases) * part // parts]
-    failed = 0
-    for case in cases:
-        if options.mesh not in (None, str(case.factors)):
-            continue
-        verdict = judge(case)
-        name, error = verdict.worst
-        failed += not verdict.holds
-        state = "holds" if verdict.holds else "FAILS"
-        print(f"{state} {case!s:70} {error:.1e} {name} ({verdict.seconds:.1f} s)", flush=True)
-        if verdict.unsplit:
-            print("      whole: " + "; ".join(verdict.unsplit), flush=True)
-    print(f"{len(cases)} cases, {failed} fail")
-    return int(failed > 0)
+    try:
+        cases = selected(options)
+    except ValueError as error:
+        parser.error(str(error))  # exits with status 2
+    found = [report(case) for case in cases]
+    counts = collections.Counter(state for state, _ in found)
+    said = ", ".join(f"{counts[state]} {words}" for state, words in _WORDS.items())
+    print(f"{len(cases)} cases: {said}; the worst error is {max(error for _, error in found):.1e}")
+    return int(counts["FAILS"] > 0)
 
 
 if __name__ == "__main__":

@@ -1,102 +1,218 @@
 """A step on any mesh is the step on one device: loss, metrics, every gradient leaf, the updated weights.
 
-Every factorisation of 8 devices runs here with two sets of features that are opposites; `tools/mesh_law.py` has the
-generator, and runs every factorisation with every set.
+Every factorisation of 8 devices over data, fsdp, tensor and sequence runs here with two sets of features that are
+opposites, and enough meshes with stages and experts that any two things meet; `tools/mesh_law.py` has the whole table.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from dew.objectives.language import LanguageModel
+from dew.objectives.routing import EXPERT_LOAD
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.training.optimizer import make_optimizer
+from dew.training.placing import plain
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
 from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
+from tools import mesh_cases as table
 from tools import mesh_law as law
 
-COVER = law.pairwise_cover()
+COVER = table.cover()
 RTOL = 1e-5
+PLAIN = table.feature_words()[0]
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
-def test_training_on_a_factorisation_equals_training_on_one_device(case):
+def test_training_on_a_mesh_equals_training_on_one_device(case):
     verdict = law.judge(case)
     assert verdict.worst[1] <= RTOL, verdict.worst
-    allowed = ("k_proj", "v_proj") if law.kept_whole(case) else ()
-    assert [name for name in verdict.unsplit if not any(part in name for part in allowed)] == []
+    assert verdict.unsplit == []
     assert verdict.holds
 
 
 def levels(case):
-    """Everything a case has: axis sizes, the factorisation, what its features are and are not."""
-    return {*case.factors._asdict().items(), ("mesh", case.factors), *dataclasses.asdict(case.features).items()}
+    """Everything a case has: axis sizes, the factorisation, how it is used, what its features are and are not."""
+    used = {(name, value) for name, value in case.way._asdict().items() if value is not None}
+    return {*case.factors._asdict().items(), ("mesh", case.factors), *used, *dataclasses.asdict(case.features).items()}
 
 
-def test_any_two_features_meet_each_other_and_every_factorisation():
-    assert len(law.factorisations()) == 20
-    assert len(COVER) == 40
-    met = {frozenset(pair) for case in COVER for pair in itertools.combinations(levels(case), 2)}
-    names = [field.name for field in dataclasses.fields(law.Features)]
+def test_every_uniform_factorisation_meets_every_feature_and_every_exchange_meets_every_one_it_can():
+    uniform = [factors for factors in table.factorisations() if table.is_uniform(factors)]
+    cases = [case for case in COVER if table.is_uniform(case.factors)]
+    assert (len(uniform), len(cases)) == (20, 40)
+    met = {frozenset(pair) for case in cases for pair in itertools.combinations(levels(case), 2)}
+    names = [field.name for field in dataclasses.fields(table.Features)][:7]
     for one, other in itertools.combinations(names, 2):
         for values in itertools.product((True, False), repeat=2):
             assert frozenset(zip((one, other), values, strict=True)) in met
     for name, value in itertools.product(names, (True, False)):
-        for factors in law.factorisations():
+        for factors in uniform:
             assert frozenset((("mesh", factors), (name, value))) in met
+        for exchange in table.EXCHANGES:
+            is_refused = (exchange, name, value) == ("banded", "windowed", False)
+            assert (frozenset((("exchange", exchange), (name, value))) in met) is not is_refused
+    for exchange, size in itertools.product(table.EXCHANGES, (2, 4)):
+        assert frozenset((("exchange", exchange), ("sequence", size))) in met
 
 
-def test_the_whole_table_has_any_three_features_in_every_way():
-    words = [dataclasses.astuple(features) for features in law.feature_words()]
-    assert len(law.whole_table()) == 20 * len(set(words)) == 320
-    for places in itertools.combinations(range(7), 3):
+def test_stages_and_experts_meet_each_other_axis_each_schedule_and_each_feature():
+    cases = [case for case in COVER if not table.is_uniform(case.factors)]
+    assert len(cases) <= 25
+    for name, size in itertools.product(("stage", "expert"), (2, 4)):
+        beside = {axis for case in cases if getattr(case.factors, name) == size
+                  for axis, other in case.factors._asdict().items() if other > 1 and axis != name}  # fmt: skip
+        assert beside == set(law.AXES) - {name}
+    assert {case.factors.stage for case in cases} == {case.factors.expert for case in cases} == {1, 2, 4, 8}
+    features = [field.name for field in dataclasses.fields(table.Features)]
+    splits = lambda case, axis: getattr(case.factors, axis) > 1  # noqa: E731
+    for name, value in itertools.product(features, (True, False)):
+        having = [case for case in cases if getattr(case.features, name) is value]
+        assert any(splits(case, "expert") for case in having)
+        if (name, value) != ("scanned", False):
+            assert {case.way.schedule for case in having} >= set(table.SCHEDULES)
+            assert {case.way.turns for case in having} >= set(table.TURNS)
+    for axis, schedule in itertools.product(law.AXES, table.SCHEDULES):
+        assert any(splits(case, axis) and case.way.schedule == schedule for case in cases)
+    for exchange, name in itertools.product(table.EXCHANGES, ("stage", "expert")):
+        assert any(splits(case, name) and case.way.exchange == exchange for case in cases)
+
+
+def test_the_whole_table_has_any_three_of_the_first_eight_features_and_any_two_in_every_way():
+    words = [dataclasses.astuple(features) for features in table.feature_words()]
+    assert len(set(words)) == 16
+    assert len({case.factors for case in table.whole_table()}) == 56
+    for places in itertools.combinations(range(8), 3):
         assert len({tuple(word[place] for place in places) for word in words}) == 8
+    for place in range(8):
+        assert len({(word[place], word[8]) for word in words}) == 4
 
 
-def test_cases_that_keep_matrices_whole_are_those_whose_heads_do_not_divide():
-    listed = {case: reason for case in law.whole_table() if (reason := law.kept_whole(case))}
-    assert len(listed) == 8
-    assert sum(case in listed for case in COVER) == 1
-    assert {case.factors for case in listed} == {law.Factors(data=1, fsdp=1, tensor=8, sequence=1)}
-    case, reason = next(iter(listed.items()))
-    assert reason in law.refusal(case)
-    assert law.refusal(case._replace(features=dataclasses.replace(case.features, grouped=False))) == ""
+def test_the_whole_table_uses_every_mesh_in_every_way_that_it_can():
+    met = collections.defaultdict(set)
+    for case in table.whole_table():
+        if table.refused(case) is None:
+            met[case.factors].add(case.way)
+    for factors in table.factorisations():
+        assert len(met[factors]) >= min(6, len(table.ways(factors)))
+
+
+REFUSED = {"scan_layers=False stores each layer on its own": 168, "it needs a window or chunks": 80}
+KEPT_WHOLE = {"no rule puts 'embed' on an axis larger than 1": 205, "4 kv heads do not divide tensor=8": 7}
+
+
+def test_the_cases_that_are_refused_are_these():
+    cases = table.whole_table()
+    assert collections.Counter(reason for case in cases if (reason := table.refused(case))) == REFUSED
+    runs = [case for case in cases if table.refused(case) is None]
+    assert collections.Counter(reason for case in runs if (reason := table.kept_whole(case))) == KEPT_WHOLE
+    assert {case.factors for case in cases if table.kept_whole(case) == "4 kv heads do not divide tensor=8"} == {
+        table.Factors(tensor=8)
+    }
+
+
+@pytest.mark.parametrize("reason", [*REFUSED, *KEPT_WHOLE])
+def test_they_are_refused_by_that_name(reason):
+    listed = table.refused if reason in REFUSED else table.kept_whole
+    cases = (case for case in table.whole_table() if reason in REFUSED or table.refused(case) is None)
+    assert reason in law.refusal(next(case for case in cases if listed(case) == reason))
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_rows_are_awkward(packed):
-    features = dataclasses.replace(law.feature_words()[0], packed=packed)
+    features = dataclasses.replace(PLAIN, packed=packed)
     batch = law.batch(features, 0)
-    weights = LanguageModel(law.decoder(features)).prepare(batch)["weights"]
-    assert weights[-1].sum() == 0, "a shard of rows that scores nothing"
+    weights = LanguageModel(law.decoder(features, 1, table.Way())).prepare(batch)["weights"]
+    assert weights[-2:].sum() == 0, "a shard of rows that scores nothing"
     assert weights[:, law.UNSCORED].sum() == 0, "a slice of positions that scores nothing"
-    assert len(set(weights.sum(axis=1).tolist())) > 5
+    assert len(set(weights.sum(axis=1).tolist())) > 8
     if packed:
         segments = batch["segment_ids"]
         assert segments[-1].sum() == 0, "a row of padding"
+        assert segments[-2].all(), "a row of documents that is masked"
         assert segments[3, -1] == 0, "a tail of padding"
         borders = {int(border) for row in segments for border in np.flatnonzero(np.diff(row)) + 1}
-        assert {4 * part for part in range(1, 8)} & borders
+        assert {4 * part for part in range(1, 8)} <= borders
         assert {border for border in borders if border % 2} > {1, 5, 7}
 
 
+@pytest.mark.parametrize("dressed", [True, False])
+def test_rounding_changes_no_choice_of_experts(dressed):
+    features = dataclasses.replace(PLAIN, sparse=True, scanned=True, dressed=dressed)
+    module = law.decoder(features, 4, table.Way())
+    run = Trainer(LanguageModel(module), "sgd", mesh=build_mesh(MeshSpec(), jax.devices()[:1]))
+    values = law.initial_values(plain(run.abstract_variables()), features)
+    generator = np.random.default_rng(1)
+    moved = jax.tree.map(lambda leaf: leaf * (1 + generator.normal(0, 1e-3, leaf.shape).astype(np.float32)), values)
+
+    def load(variables):
+        return run.evaluate(variables, [law.batch(features, 0)])[EXPERT_LOAD]
+
+    want = load(values)
+    np.testing.assert_array_equal(load(moved).total, want.total)
+    assert np.max(want.total / want.mass) > 2, "experts are named unequally often"
+
+
 def test_a_number_that_differs_breaks_the_law(monkeypatch):
-    case = COVER[-1]
-    want = dict(law.one_device(case.features))
+    case = COVER[0]
+    want = dict(law.one_device(case.features, case.layers))
     name = next(name for name in want if "gradient of" in name)
     want[name] = want[name] + 2 * RTOL * np.max(np.abs(want[name]))
-    monkeypatch.setattr(law, "one_device", lambda features: want)
+    monkeypatch.setattr(law, "one_device", lambda features, layers: want)
     verdict = law.judge(case)
     assert verdict.worst[0] == name
     assert not verdict.holds
     unsplit = dataclasses.replace(verdict, errors={name: 0.0}, unsplit=["a matrix"])
     assert not unsplit.holds
+
+
+def test_the_axes_of_a_mesh_may_be_written_in_any_order():
+    assert table.parse_factors("sequence=2, fsdp=4") == table.Factors(fsdp=4, sequence=2)
+    assert table.parse_factors("stage=4,data=2,tensor=1") == table.Factors(data=2, stage=4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--mesh", "fsdp=4,sequences=2"], r"the axes are data, expert, .*Received: 'sequences=2' in"),
+        (["--mesh", "fsdp=4,fsdp=2"], "each axis once"),
+        (["--mesh", "fsdp"], "written as axes and sizes"),
+        (["--mesh", "fsdp=4"], "lays 4 devices out, and the law is about 8"),
+        (["--mesh", "fsdp=8", "--axis", "stage"], "no case is left of what was asked for"),
+        (["--part", "3/2"], "a part is written as in 2/4"),
+        (["--mesh", "stage=8", "--cover", "--part", "1/999"], "no case is left"),
+        (["--axis", "pipeline"], "invalid choice"),
+    ],
+)
+def test_a_selection_that_is_wrong_or_empty_is_an_error(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(law, "judge", lambda case: pytest.fail("nothing is to run"))
+    with pytest.raises(SystemExit) as caught:
+        law.main(arguments)
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_tool_runs_what_is_selected_and_its_exit_status_says_whether_all_hold(capsys, monkeypatch):
+    ran = []
+
+    def judge(case):
+        ran.append(case)
+        return law.Verdict(case=case, errors={"loss": 3e-6 if len(ran) < 4 else 1.0}, unsplit=[], seconds=0.0)
+
+    monkeypatch.setattr(law, "judge", judge)
+    assert law.main(["--cover", "--mesh", "sequence=2,fsdp=4"]) == 0
+    assert [case.factors for case in ran] == [table.Factors(fsdp=4, sequence=2)] * 2
+    assert "2 cases: 2 hold, 0 are refused as listed, 0 fail; the worst error is 3.0e-06" in capsys.readouterr().out
+    assert law.main(["--cover", "--mesh", "fsdp=8"]) == 1
+    assert "FAILS   fsdp=8" in capsys.readouterr().out
 
 
 MESHES = {
