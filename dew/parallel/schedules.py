@@ -68,7 +68,9 @@ class Timetable:
 def gpipe_timetable(num_stages: int, num_microbatches: int) -> Timetable:
     """Run all microbatches forward, then all backward in the opposite order.
 
-    The idle share is (S - 1) / (M + S - 1), and every stage keeps what its M microbatches need.
+    The idle share is (S - 1) / (M + S - 1), and every stage keeps what its M microbatches need. With F and H the
+    operations of the stack's and the head's forward pass on the whole batch, each of n devices computes
+    (3 F (M + S - 1) / M + 3 H) / n: stages tick together, and an idle one computes on values that are never used.
 
     Args:
         num_stages: Stages S.
@@ -84,7 +86,8 @@ def one_f_one_b_timetable(num_stages: int, num_microbatches: int) -> Timetable:
 
     Stage s runs microbatch t - s forward and t - 2 (S - 1) + s backward at tick t. No stage runs backward in the first
     S - 1 ticks and none forward in the last, so the idle share is GPipe's, (S - 1) / (M + S - 1). Stage s keeps at most
-    2 (S - s) - 1 inputs, whatever M is.
+    2 (S - s) - 1 inputs, whatever M is. Each of n devices computes (4 F (M + S - 1) / M + 3 H) / n, F and H as in
+    `gpipe_timetable`: a stage runs forward once more before it runs backward.
 
     Args:
         num_stages: Stages S.

@@ -1,5 +1,7 @@
 """`generate` on a mesh of its own between two fits: the training goes on as if it had not happened."""
 
+import dataclasses
+import functools
 import gc
 import os
 import signal
@@ -12,20 +14,28 @@ import pytest
 
 import dew_keras
 import dew_keras.generation
-from dew.placement import LayoutRefused
+from dew.nn.moe import ExpertsSpec
+from dew.nn.router import RouterSpec
+from dew.placement import LayoutRefused, MeshSpec, build_mesh
 from dew.placement.memory import live_bytes_per_device
 from dew.tree import named_leaves
-from tests.tiny import tiny_batch, tiny_decoder
+from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
 
 LAYOUT = dew_keras.Layout(min_shard=512, tolerance=0)
+EXPERTS_ALONE = dew_keras.Layout(min_shard=512, tolerance=1.0)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 TENSOR = {"data": 4, "tensor": 2}
 ANSWER = {"max_new_tokens": 6, "stop_token_ids": []}
 
 
-def model_on(mesh):
-    model = dew_keras.Model(tiny_decoder(num_layers=2))
-    model.compile(keras.optimizers.Adam(0.05), mesh=mesh, layout=LAYOUT)
+SPARSE = dataclasses.replace(
+    tiny_layer(), mlp=ExpertsSpec(num_experts=4, features=32, router=RouterSpec(top_k=2, normalise=True))
+)
+
+
+def model_on(mesh, *, schedule=None, layer=None, layout=LAYOUT):
+    model = dew_keras.Model(tiny_decoder(layers=(layer or tiny_layer(),) * 2))
+    model.compile(keras.optimizers.Adam(0.05), mesh=mesh, layout=layout, schedule=schedule)
     return model
 
 
@@ -76,15 +86,32 @@ def test_fit_generate_fit_is_fit_fit(model):
     jax.tree.map(np.testing.assert_array_equal, got, fitted(other, 1))
 
 
-@pytest.mark.parametrize("split", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"stage": 2, "tensor": 2}], ids=str)
-def test_a_mesh_with_axes_that_cannot_decode_trains_generates_and_trains(split):
-    model, other, alone = model_on(split), model_on(split), model_on({"data": 8})
-    for one in (model, other, alone):
+@functools.cache
+def one_device(layer):
+    """A model on one device that was trained once, and which tokens it answers."""
+    model = model_on(build_mesh(MeshSpec(), jax.devices()[:1]), layer=layer)
+    fitted(model, 0)
+    return [model.generate(PROMPTS, sampler=sampler, seed=5, **ANSWER) for sampler in (None, "top_k")]
+
+
+@pytest.mark.parametrize(
+    "split, fields",
+    [
+        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+        ({"stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, {"layer": SPARSE}),
+        ({"expert": 4, "stage": 2}, {"layer": SPARSE, "schedule": "gpipe", "layout": EXPERTS_ALONE}),
+    ],
+    ids=["sequence", "stage", "expert", "expert and stage"],
+)
+def test_a_mesh_with_axes_that_cannot_decode_trains_generates_and_trains(split, fields):
+    model, other = model_on(split, **fields), model_on(split, **fields)
+    for one in (model, other):
         fitted(one, 0)
     before = held(model)
-    assert model.generate(PROMPTS, **ANSWER) == alone.generate(PROMPTS, **ANSWER)
-    drawn = [one.generate(PROMPTS, sampler="top_k", seed=5, **ANSWER) for one in (model, alone)]
-    assert drawn[0] == drawn[1]
+    greedy, drawn = one_device(fields.get("layer"))
+    assert model.generate(PROMPTS, **ANSWER) == greedy
+    assert model.generate(PROMPTS, sampler="top_k", seed=5, **ANSWER) == drawn
     assert_held(model, before)
     jax.tree.map(np.testing.assert_array_equal, fitted(model, 1), fitted(other, 1))
 

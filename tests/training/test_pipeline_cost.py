@@ -1,11 +1,16 @@
-"""What a pipelined step costs: memory that does not grow with microbatches under 1F1B, and the stated operations."""
+"""What a pipelined step costs: memory that does not grow with microbatches under 1F1B, and the stated operations.
+
+The optimizer keeps moments and an average of the weights: both must stay on the stage of their layers.
+"""
 
 import functools
 import importlib.util
+import math
 import pathlib
 import sys
 
 import jax
+import keras
 import numpy as np
 import pytest
 
@@ -13,12 +18,16 @@ from dew.objectives.language import LanguageModel
 from dew.parallel.schedules import gpipe_timetable, one_f_one_b_timetable
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.stacks import stack_view
 from dew.planning.flops import matrix_products
 from dew.training.trainer import Trainer
+from dew.tree import named_leaves
+from dew_keras.transformations import keras_transformation
 from tests.tiny import tiny_decoder, tiny_layer
 
-VOCAB_SIZE = 80  # no other dimension's size
-STAGES, FSDP, LENGTH = 4, 2, 64
+DEVICES, STAGES, FSDP = 8, 4, 2
+# Only these sizes have a factor of 5 or 3: what holds a table or an activation is told from a layer's weights by it.
+VOCAB_SIZE, LENGTH = 80, 48
 TIMETABLES = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}
 STACK_PASSES = {"gpipe": 3, "1f1b": 4}
 """How often a stage's products are computed for a microbatch: forward, twice backward, and 1F1B forward again."""
@@ -35,18 +44,29 @@ def load_tool():
 tool = load_tool()
 
 
-@functools.cache
-def compiled(schedule: str | None, microbatches: int):
-    """Compile a step of one row per microbatch and device; None as schedule is the whole batch on one device."""
+def trainer(schedule: str | None, microbatches: int, stages: int = STAGES) -> Trainer:
+    """Build the run of a decoder of four layers; None as schedule is one device."""
     module = tiny_decoder(layers=(tiny_layer(num_kv_heads=4),) * 4, vocab_size=VOCAB_SIZE, schedule=schedule or "gpipe")
-    mesh = MeshSpec(stage=STAGES, fsdp=FSDP, microbatches=microbatches)
+    mesh = MeshSpec(stage=stages, fsdp=DEVICES // stages, microbatches=microbatches)
     mesh = mesh if schedule else build_mesh(MeshSpec(), jax.devices()[:1])
-    trainer = Trainer(LanguageModel(module), "sgd", mesh=mesh, layout=Layout(min_shard=1))
-    return trainer.lower({"tokens": np.ones((FSDP * microbatches, LENGTH + 1), np.int32)}).compile()
+    optimizer = keras_transformation(keras.optimizers.Adam(use_ema=True), stack_view(module))
+    return Trainer(LanguageModel(module), optimizer, mesh=mesh, layout=Layout(min_shard=1))
 
 
-def flops(schedule: str | None, microbatches: int) -> int:
-    return sum(product.flops for product in matrix_products(compiled(schedule, microbatches).as_text()))
+@functools.cache
+def compiled(schedule: str | None, microbatches: int, stages: int = STAGES):
+    """Compile a step of one row per microbatch and device; None as schedule is the whole batch on one device."""
+    rows = DEVICES // stages * microbatches
+    batch = {"tokens": np.ones((rows, LENGTH + 1), np.int32)}
+    return trainer(schedule, microbatches, stages).lower(batch).compile()
+
+
+def flops(schedule: str | None, microbatches: int, stages: int = STAGES) -> int:
+    return sum(product.flops for product in matrix_products(compiled(schedule, microbatches, stages).as_text()))
+
+
+def travelling(schedule):
+    return tool.collectives(compiled(schedule, 4).as_text(), {"fsdp": FSDP, "stage": STAGES})
 
 
 def test_temporaries_of_1f1b_do_not_grow_with_the_microbatches_and_those_of_gpipe_do():
@@ -60,19 +80,31 @@ def test_temporaries_of_1f1b_do_not_grow_with_the_microbatches_and_those_of_gpip
 
 @pytest.mark.parametrize("schedule", TIMETABLES)
 def test_token_tables_and_their_gradients_travel_once_a_step(schedule):
-    found = tool.collectives(compiled(schedule, 4).as_text(), {"fsdp": FSDP, "stage": STAGES})
-    of_tables = [each for each in found if any(VOCAB_SIZE in shape for shape in each.shapes)]
+    of_tables = [each for each in travelling(schedule) if any(VOCAB_SIZE in shape for shape in each.shapes)]
     assert len(of_tables) >= 2, "a gather and a sum of gradients"
     assert all(each.executions == 1 for each in of_tables), of_tables
 
 
 @pytest.mark.parametrize("schedule", TIMETABLES)
-@pytest.mark.parametrize("microbatches", [4, 32])
-def test_each_device_computes_what_the_timetable_says(schedule, microbatches):
-    table, devices = TIMETABLES[schedule](STAGES, microbatches), STAGES * FSDP
-    head = 3 * 2 * FSDP * microbatches * LENGTH * VOCAB_SIZE * 32
-    whole = flops(None, 4) * microbatches // 4
+def test_weights_moments_and_averages_live_on_their_stage_and_never_travel_to_another(schedule):
+    places = named_leaves(trainer(schedule, 4).shardings())
+    kinds = {"variables/params", *(f"opt_state/slots/{kind}" for kind in ("momentum", "velocity", "average"))}
+    of_layers = {path: place for path, place in places.items() if "/layers_" in path}
+    assert {path.split("/layers_")[0] for path in of_layers} == kinds
+    assert {place.spec[0] for place in of_layers.values()} == {"stage"}
+    least = 32 * 32 // FSDP  # elements of a layer's smallest matrix on a device
+    sizes = [(each, math.prod(shape)) for each in travelling(schedule) for shape in each.shapes if "stage" in each.axes]
+    assert any(size % 3 == 0 for _, size in sizes), "activations go from stage to stage"
+    assert [each for each, size in sizes if size >= least and size % 3 and size % 5] == []
+
+
+@pytest.mark.parametrize("schedule", TIMETABLES)
+@pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 4), (4, 32)])
+def test_each_device_computes_what_the_timetable_says(schedule, stages, microbatches):
+    table = TIMETABLES[schedule](stages, microbatches)
+    head = 3 * 2 * DEVICES // stages * microbatches * LENGTH * VOCAB_SIZE * 32
+    whole = flops(None, STAGES) * microbatches // stages  # of DEVICES rows, times the rows a device has
     ticks = table.forward_ticks / microbatches
-    assert table.backward_ticks == table.forward_ticks == microbatches + STAGES - 1
+    assert table.backward_ticks == table.forward_ticks == microbatches + stages - 1
     stack = (whole - head) * STACK_PASSES[schedule] / 3
-    assert flops(schedule, microbatches) == pytest.approx((stack * ticks + head) / devices, rel=0.05)
+    assert flops(schedule, microbatches, stages) == pytest.approx((stack * ticks + head) / DEVICES, rel=0.05)

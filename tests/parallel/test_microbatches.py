@@ -1,0 +1,74 @@
+"""Which rows are a microbatch: the m-th of M takes rows m, m + M, ... of each device, and no row changes its device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dew.parallel.gpipe import through_stages
+from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
+from dew.parallel.stages import current_pipeline, microbatched_into
+from dew.placement.mesh import MeshSpec, build_mesh
+from tools.collectives import collectives
+
+ROWS, LENGTH, WIDTH, MICROBATCHES = 16, 4, 8, 4
+MESH = MeshSpec(stage=2, fsdp=2)  # and data=2: four rows on a device
+
+
+def company(given):
+    """Count for every two rows whether they are here, [ROWS, ROWS]."""
+    here = jnp.sum(jax.nn.one_hot(given["rows"][:, 0], ROWS), axis=0)
+    return jnp.outer(here, here)
+
+
+def stage(weights, x, given):
+    return x * weights, company(given)
+
+
+def gpipe(rows):
+    pipeline = current_pipeline()
+    x, weights = jnp.ones((ROWS, LENGTH, WIDTH)), jnp.ones(pipeline.stages)
+    return [through_stages(pipeline, stage, weights, x, {"rows": rows})[1]]
+
+
+def one_f_one_b(rows):
+    pipeline = current_pipeline()
+    model = StagedModel(
+        prepare=lambda outer: outer,
+        embed=lambda outer, given: outer * jnp.ones((*given["rows"].shape, WIDTH)),
+        stage=stage,
+        extra=lambda said: 0.0,
+        score=lambda outer, x, given: (outer * jnp.sum(x), company(given)),
+        pinned=lambda outer, weights: (outer, weights),
+    )
+
+    def loss(outer, weights):
+        return scheduled_loss(pipeline, model, outer, weights, {"rows": rows})
+
+    _, (of_scoring, of_stages) = jax.grad(loss, argnums=(0, 1), has_aux=True)(jnp.ones(()), jnp.ones(pipeline.stages))
+    return [of_scoring[None], of_stages]
+
+
+@pytest.mark.parametrize("run", [gpipe, one_f_one_b])
+def test_microbatch_m_takes_rows_m_and_every_mth_after_it_and_passes_each_stage_once(run):
+    mesh, numbers = build_mesh(MESH), np.arange(ROWS)
+    rows = np.broadcast_to(numbers[:, None], (ROWS, LENGTH))
+    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
+        found = jax.jit(run)(jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))))
+    want = (numbers[:, None] - numbers) % MICROBATCHES == 0
+    for of_stages in found:
+        for of_one in of_stages:
+            np.testing.assert_array_equal(of_one, want)
+
+
+def test_no_row_changes_its_device():
+    mesh = build_mesh(MESH)
+    whole, parts = (NamedSharding(mesh, PartitionSpec(*lead, ("data", "fsdp"))) for lead in ((), (None,)))
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH), np.float32, sharding=whole)
+    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
+        pipeline = current_pipeline()
+        cut = jax.jit(pipeline.split, out_shardings=parts).lower(x).compile()
+        y = jax.ShapeDtypeStruct((MICROBATCHES, ROWS // MICROBATCHES, LENGTH), np.float32, sharding=parts)
+        joined = jax.jit(pipeline.join, out_shardings=whole).lower(y).compile()
+    assert collectives(cut.as_text(), dict(mesh.shape)) == collectives(joined.as_text(), dict(mesh.shape)) == []
