@@ -15,10 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dew.inference.decode_mesh import move_leaf_by_leaf
 from dew.objectives.language import LanguageModel, check_token_ids
 from dew.objectives.routing import ROUTING_METRICS
 from dew.placement.partition import WholeBatch, shard_batch
 from dew.training.optimizer import as_step_transformation
+from dew.training.router_bias import with_router_biases
 from dew.training.trainer import Trainer
 from dew_keras.averages import lent
 from dew_keras.callbacks import RunningLogs
@@ -100,7 +102,15 @@ class Engine(RestoresRuns, PlacedModel):
     def sharing(self) -> RowSharing:
         """How the rows of training and scoring meet the mesh; in a step of the user's own they may in any model."""
         sharing = super().sharing
-        return dataclasses.replace(sharing, fills=sharing.fills and self.overrides <= {"predict_step"})
+        fills = sharing.fills and self.overrides <= {"predict_step"} and not self._sows_router_losses
+        return dataclasses.replace(sharing, fills=fills)
+
+    @property
+    def _sows_router_losses(self) -> bool:
+        """Whether routers add their losses to a Keras loss: over all tokens that the module reads, filling too."""
+        compiled = self.compiled
+        has_own_loss = compiled is not None and isinstance(compiled.loss, str) and compiled.loss == "auto"
+        return compiled is not None and not has_own_loss and getattr(self.module, "trains_routers", False)
 
     @property
     def predict_sharing(self) -> RowSharing:
@@ -184,7 +194,8 @@ class Engine(RestoresRuns, PlacedModel):
                 # Where the Keras optimizer accumulates, every batch of a Keras loss weighs the same.
                 transformation = as_step_transformation(transformation)._replace(averages_batches=True)
             if self.overrides & set(STEPS):
-                self._steps = CustomSteps(self._model, transformation, is_eager=compiled.is_eager)
+                moved = with_router_biases(transformation, objective.module)
+                self._steps = CustomSteps(self._model, moved, is_eager=compiled.is_eager)
             self._trainer = Trainer(
                 objective,
                 transformation,
@@ -261,8 +272,9 @@ class Engine(RestoresRuns, PlacedModel):
         with InterruptGate() as gate:
             if self.state is None:
                 self.state, self._variables = trainer.place(self.load(example)), None  # the loop will consume them
-            kept = conformed_state(self.state, trainer) if self._is_recompiled else self.state
-            self.state = state = windowed_state(kept, trainer)
+            if self._is_recompiled:
+                self._conform_state(trainer)
+            self.state = state = windowed_state(self.state, trainer)
             self._is_recompiled = False
             saved, progress = self.waiting.begin()
             if saved is not None:
@@ -291,6 +303,16 @@ class Engine(RestoresRuns, PlacedModel):
                 if loop.batches == batches:  # refused data does not use the place up
                     self.waiting.offer(progress.offered)
                 self.show_iterations()
+
+    def _conform_state(self, trainer: Trainer) -> None:
+        """Fit a state that another trainer left to this one: its dtypes and its mesh, moments one by one."""
+        assert self.state is not None, "fitting made one"
+        self.state = conformed_state(self.state, trainer)
+
+        def write(moments: Any) -> None:
+            self.state = self.state.replace(opt_state=moments)
+
+        move_leaf_by_leaf(lambda: self.state.opt_state, write, trainer.shardings().opt_state)
 
     def show_iterations(self) -> None:
         """Show on the user's optimizer how many updates were made."""

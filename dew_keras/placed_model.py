@@ -18,8 +18,10 @@ from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from dew.inference.decode_mesh import move_leaf_by_leaf
 from dew.nn.backbones.staging import refuse_unscheduled
 from dew.nn.exchange_report import check_row_length, takes_row_length
+from dew.nn.router import is_balance_bias
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import microbatched_into, refuse_unstaged
 from dew.placement.layout import Layout
@@ -30,6 +32,7 @@ from dew.placement.stacks import StackView, stack_view
 from dew.training.initialise import initialise
 from dew.training.placing import plain
 from dew.training.state import TrainState
+from dew.tree import map_named
 from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.inputs import RowSharing
@@ -200,10 +203,15 @@ class PlacedModel:
         if moves:
             self._move(places)
         if self.is_built and self._storage is not None:
-            params = cast_floats(self.variables["params"], self._storage)
-            self._set_variables({**self.variables, "params": params})
+            self._set_variables({**self.variables, "params": self._stored(self.variables["params"])})
         if isinstance(compiled.optimizer.public, OptaxHandle):
             compiled.optimizer.public.current_state = lambda: None if self.current is None else self.current.opt_state
+
+    def _stored(self, params: Any) -> Any:
+        """Cast parameters to the storage dtype, but for balance biases, whose steps it would round away."""
+        if not self.is_language_model:
+            return cast_floats(params, self._storage)
+        return map_named(lambda path, leaf: leaf if is_balance_bias(path) else cast_floats(leaf, self._storage), params)
 
     def _configured_module(self, remat: Any, schedule: str | None, dtype: str | None) -> Any:
         module = self.given_module
@@ -416,5 +424,5 @@ class PlacedModel:
             self._set_variables(variables)
 
     def _move(self, places: Any) -> None:
-        """Bring the weights to the configured mesh; moments follow when the next fit starts."""
-        self._set_variables(jax.tree.map(jax.device_put, self.variables, places))
+        """Bring the weights to the configured mesh, one of them twice at a time; moments follow at the next fit."""
+        move_leaf_by_leaf(lambda: self.variables, self._set_variables, places)

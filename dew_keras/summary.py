@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from dew.inference.decode_mesh import decode_mesh, decode_place
 from dew.nn.attention_report import attention_report, cache_report
+from dew.nn.experts_report import experts_report
 from dew.placement.layout import LayoutRefused
 from dew.placement.memory import format_bytes
 from dew.placement.mesh import BATCH_AXES
@@ -58,6 +59,7 @@ def summary_text(engine: Engine, name: str, *, with_leaves: bool = False) -> str
             shards = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
             lines.extend(attention_report(module, mesh=engine.mesh, rows=shards))
             lines.extend(cache_report(module, mesh=decode_mesh(engine.mesh)))
+            lines.extend(experts_report(module, mesh=engine.mesh, num_tokens=_row_length(engine)))
         lines.extend(_generating(engine, tree, explained.bytes_per_device))
     if with_leaves:
         lines.append(explained.table())
@@ -93,3 +95,8 @@ def _where(engine: Engine) -> str:
         return f"on the mesh; {MOMENTS}"
     source = engine.preset.described.source if engine.is_pretrained and engine.preset is not None else "random values"
     return f"not on devices yet, from {source} when compile, generate or fit needs them; {MOMENTS}"
+
+
+def _row_length(engine: Engine) -> int | None:
+    """Length of rows made from texts, where `compile` says it."""
+    return None if engine.compiled is None else engine.compiled.sequence_length

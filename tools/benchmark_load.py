@@ -1,8 +1,9 @@
 """Measure loading: `python tools/benchmark_load.py [--forms single sharded gguf] [--mesh fsdp=8] [--gigabytes 2]`.
 
-Loads synthetic Llama checkpoints onto 8 simulated devices in fresh processes, from a warm page cache, beside
-load-then-place and the floor: a plain read of the files, and the loader's own arranging (expand what is quantised, turn
-every matrix) from memory to memory. Exits with 1 when a bar is missed.
+Loads synthetic Llama checkpoints, or with `--experts` a Mixtral whose experts are tensors of their own, onto 8
+simulated devices in fresh processes, from a warm page cache, beside load-then-place and the floor: a plain read of the
+files, and the loader's own arranging (expand what is quantised, turn every matrix) from memory to memory. Exits with 1
+when a bar is missed.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 
-from synthetic_checkpoint import llama_config, num_layers_of, write_gguf, write_safetensors
+from synthetic_checkpoint import llama_config, mixtral_config, num_layers_of, write_gguf, write_safetensors
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEVICES = 8
@@ -28,13 +29,15 @@ FORMS = ("single", "sharded", "gguf")
 SHARD_BYTES = 500e6
 
 
-def write_checkpoint(directory, form, gigabytes):
+def write_checkpoint(directory, form, gigabytes, has_experts=False):
     """Write a checkpoint that places about this many bytes; returns what to load."""
-    source = directory / f"{form}.gguf" if form == "gguf" else directory / form
+    name = f"experts-{form}" if has_experts else form
+    source = directory / (f"{name}.gguf" if form == "gguf" else name)
     if source.exists():
         return source
     itemsize = 4 if form == "gguf" else 2
-    config = llama_config(num_layers_of(llama_config(1), gigabytes * 1e9, itemsize))
+    config_of = mixtral_config if has_experts else llama_config
+    config = config_of(num_layers_of(config_of(1), gigabytes * 1e9, itemsize))
     if form == "gguf":
         write_gguf(source, config)
         return source
@@ -150,7 +153,7 @@ def load_then_place(source, mesh, layout):
     for recipe in recipes:
         sizes = [size for group in recipe.factors for size in group]
         layers = [np.ascontiguousarray(tensors[name].reshape(sizes).transpose(recipe.order)) for name in recipe.sources]
-        host[recipe.path] = np.stack(layers) if recipe.banked else layers[0]
+        host[recipe.path] = np.stack(layers).reshape(recipe.shape)
     return jax.block_until_ready({path: jax.device_put(leaf, shardings[path]) for path, leaf in host.items()})
 
 
@@ -232,8 +235,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--mesh", default="fsdp=8")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--mesh", help="factors, fsdp=8 or, with experts, expert=4,fsdp=2")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="all, or, with experts, those without gguf")
+    parser.add_argument("--experts", action="store_true", help="load a Mixtral instead")
     parser.add_argument("--directory", type=pathlib.Path, help="where to write the checkpoints; kept when given")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--source", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -241,17 +245,21 @@ def main():
     if options.child:
         child(options.child, options.source, options.mesh)
         return
+    if options.experts and "gguf" in (options.forms or ()):
+        parser.error("--experts is for safetensors: no GGUF architecture with experts is read")
+    forms = options.forms or FORMS[: 2 if options.experts else 3]
+    mesh = options.mesh or ("expert=4,fsdp=2" if options.experts else "fsdp=8")
     holds = True
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or pathlib.Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        for form in options.forms:
-            source = write_checkpoint(directory, form, options.gigabytes)
-            run("plain read", source, options.mesh)  # warms the page cache
+        for form in forms:
+            source = write_checkpoint(directory, form, options.gigabytes, options.experts)
+            run("plain read", source, mesh)  # warms the page cache
             results = {mode: [] for mode in MODES}
             for _ in range(options.samples):
                 for mode in MODES:
-                    results[mode].append(run(mode, source, options.mesh))
+                    results[mode].append(run(mode, source, mesh))
             holds = report(form, results, sum(path.stat().st_size for path in weight_files(source))) and holds
     if not holds:
         sys.exit(1)

@@ -124,7 +124,7 @@ def main() -> None:
     spec = ExpertsSpec(num_experts=options.experts, features=options.features, router=router)
     alone = build_mesh(MeshSpec(), jax.devices()[:1])
     print(f"JAX {jax.__version__}, {jax.default_backend()}; {vars(options)}")
-    print("| devices | form | routing | ms (quartiles) | MiB sent on one device | MiB of temporaries |")
+    print("| devices | form | routing | ms (quartiles) | MiB of collectives on one device | MiB of temporaries |")
     print("| --- | --- | --- | --- | --- | --- |")
     for skewed in (False, True):
         module, params, x = inputs(options.rows, options.length, options.width, spec, skewed=skewed)

@@ -330,4 +330,22 @@ FIXTURES = {
             tie_word_embeddings=True,
         ),
     ),
+    "granitemoehybrid_experts": (
+        GraniteMoeHybridForCausalLM,
+        lambda: GraniteMoeHybridConfig(
+            **HYBRID | {"num_hidden_layers": 3, "intermediate_size": 8},
+            **NO_TOKENS,
+            mamba_conv_bias=False,
+            layer_types=["mamba", "attention", "mamba"],
+            position_embedding_type="rope",
+            shared_intermediate_size=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.01,
+            residual_multiplier=0.5,
+            attention_multiplier=0.2,
+            tie_word_embeddings=True,
+        ),
+    ),
 }

@@ -39,6 +39,28 @@ def llama_config(num_layers, **fields):
     }
 
 
+def mixtral_config(num_layers, **fields):
+    """Config of a Mixtral with 107 MB of bfloat16 a layer, 101 MB of them experts; fields replace its own."""
+    return {
+        "model_type": "mixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": num_layers,
+        "vocab_size": 32_000,
+        "dtype": "bfloat16",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e5,
+        **fields,
+    }
+
+
 def gemma2_27b_config(**fields):
     """Config of Gemma 2 27B, 54 GB in bfloat16; fields replace its own."""
     return {
@@ -60,7 +82,7 @@ def gemma2_27b_config(**fields):
 
 
 def tensor_shapes(config):
-    """Name and shape of every tensor of a Llama or a Gemma 2 with tied embeddings, in the order of the layers."""
+    """Name and shape of every tensor of a Llama, a Mixtral or a Gemma 2 with tied embeddings, layer by layer."""
     width, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, pairs = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -71,14 +93,23 @@ def tensor_shapes(config):
         "self_attn.k_proj": (pairs, width),
         "self_attn.v_proj": (pairs, width),
         "self_attn.o_proj": (width, queries),
-        "mlp.gate_proj": (hidden, width),
-        "mlp.up_proj": (hidden, width),
-        "mlp.down_proj": (width, hidden),
+        **_perceptron_shapes(config, width, hidden),
         **dict.fromkeys(norms, (width,)),
     }
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     for number in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _perceptron_shapes(config, width, hidden):
+    """Name and shape of the matrices behind the attention of a layer."""
+    if config["model_type"] != "mixtral":
+        return {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    shapes = {"block_sparse_moe.gate": (config["num_local_experts"], width)}
+    for expert in range(config["num_local_experts"]):
+        name = f"block_sparse_moe.experts.{expert}"
+        shapes |= {f"{name}.w1": (hidden, width), f"{name}.w2": (width, hidden), f"{name}.w3": (hidden, width)}
     return shapes
 
 

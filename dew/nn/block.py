@@ -176,13 +176,13 @@ class DecoderLayer(nn.Module):
             source = normal if before_mlp == before_mixing else self._normal(before_mlp, x)
         else:
             source = self._normal(before_mlp, summed)
-        changed, routing = self._transformed(source, around)
+        changed, routing = self._transformed(source, around, is_cached=cache is not None)
         return self._added(summed, self._normal(after_mlp, changed)), cache, routing
 
-    def _transformed(self, source: Array, around: Surroundings) -> tuple[Array, Routing | None]:
+    def _transformed(self, source: Array, around: Surroundings, *, is_cached: bool) -> tuple[Array, Routing | None]:
         """Apply the perceptron, or the experts."""
         if isinstance(self.spec.mlp, ExpertsSpec):
-            return self.mlp(source, around.is_token, around.counted, around.documents)
+            return self.mlp(source, around.is_token, around.counted, around.documents, is_cached)
         return self.mlp(source), None
 
     def _mixed(self, normal: Array, around: Surroundings, rotary: Tables | None, cache: Any) -> tuple[Array, Any]:

@@ -6,7 +6,6 @@ decoding few rows, are computed by each device with its own experts and added up
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -183,11 +182,15 @@ def _summed(x: Array, experts: Array, weights: Array, banks: Any, spec: Any, axe
 def _within_capacity(
     choice: Choice, extra: Mapping[str, Array], shape: tuple[int, ...], spec: Any, axes: _Axes
 ) -> Array:
-    """Mark the slots within each expert's capacity: the first of each row, in the order of its tokens."""
+    """Mark the slots within each expert's capacity: the first of each row, in the order of its tokens.
+
+    A row's capacity follows from its tokens, not from its padding.
+    """
     rows, length = shape[:2]
-    parts = [jax.lax.axis_size(axis) for axis in axes.length]
-    even = math.ceil(length * math.prod(parts) * spec.router.top_k / spec.num_experts)
-    capacity = max(1, int(even * spec.capacity_factor))
+    real = jnp.sum(extra.get("is_token", jnp.ones(shape[:2], bool)), axis=1, dtype=jnp.int32)
+    real = jax.lax.psum(real, axes.length) if axes.length else real
+    even = -(-real * spec.router.top_k // spec.num_experts)
+    capacity = jnp.maximum(1, jnp.floor(even * spec.capacity_factor)).astype(jnp.int32)
     slots = jax.nn.one_hot(choice.experts.reshape(rows, length, -1), spec.num_experts, dtype=jnp.int32)
     if "is_token" in extra:
         slots = slots * extra["is_token"][:, :, None, None]
@@ -198,7 +201,7 @@ def _within_capacity(
         earlier = jnp.arange(totals.shape[0]) < jax.lax.axis_index(axis)
         before = before + jnp.sum(totals * earlier[:, None, None], axis=0)[:, None]
     rank = jnp.take_along_axis(before, choice.experts.reshape(rows, length, -1), axis=-1)
-    return (rank < capacity).reshape(choice.experts.shape)
+    return (rank < capacity[:, None, None]).reshape(choice.experts.shape)
 
 
 def _routing(

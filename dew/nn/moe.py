@@ -15,7 +15,7 @@ from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.expert_dispatch import BANK_NAMES, routed
 from dew.nn.linear import INITIAL_SCALE, Linear
 from dew.nn.mlp import ACTIVATIONS, Activation, Mlp, MlpSpec
-from dew.nn.router import RouterSpec, Routing
+from dew.nn.router import BALANCE_BIAS, RouterSpec, Routing
 from dew.nn.sharding import declare
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -35,8 +35,9 @@ class ExpertsSpec:
         bias: Whether the experts' projections add biases.
         shared: A perceptron that reads every token beside the experts; None for none.
         shared_gate: Whether the sigmoid of a projection scales what the shared perceptron adds.
-        capacity_factor: Slots of an expert in each row over an even share of them; later tokens are dropped, and
-            counted. None drops nothing.
+        capacity_factor: Slots of an expert in each row over an even share of those of its tokens; later tokens are
+            dropped, and counted. None drops nothing; neither does a call with a cache, where a token would find other
+            tokens before it than in the whole row.
     """
 
     num_experts: int
@@ -85,7 +86,7 @@ class _Router(nn.Module):
     Attributes:
         features: Width of the residual stream.
         spec: The experts.
-        param_dtype: Storage dtype.
+        param_dtype: Storage dtype, but of balance biases.
     """
 
     features: int
@@ -101,7 +102,7 @@ class _Router(nn.Module):
         if router.bias:
             weights["bias"] = declare(self, "bias", experts, ("router",), zeros, self.param_dtype)
         if router.balance_bias:
-            weights["balance_bias"] = declare(self, "balance_bias", experts, ("router",), zeros, self.param_dtype)
+            weights[BALANCE_BIAS] = declare(self, BALANCE_BIAS, experts, ("router",), zeros, "float32")
         self.weights = weights
 
 
@@ -161,6 +162,7 @@ class Experts(nn.Module):
         is_token: Bool[Array, "B T"] | None = None,
         counted: Float[Array, "B T"] | None = None,
         documents: Int[Array, "B T"] | None = None,
+        is_cached: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Apply the layer.
 
@@ -169,12 +171,14 @@ class Experts(nn.Module):
             is_token: False for padding, which no expert reads; None means no padding.
             counted: Weight of each token in the statistics; None means that none are wanted.
             documents: Document of each token, counted from 0 in its row; None means one document a row.
+            is_cached: Whether the tokens follow those of a cache; none is dropped then.
 
         Returns:
             The output, and the sums over counted tokens.
         """
         weights = {"router": dict(self.router.weights), "experts": dict(self.experts.weights)}
-        out, routing = routed(x, weights, self.spec, is_token, counted, documents)
+        spec = dataclasses.replace(self.spec, capacity_factor=None) if is_cached else self.spec
+        out, routing = routed(x, weights, spec, is_token, counted, documents)
         if self.spec.shared is not None:
             shared = self.shared(x)
             if self.spec.shared_gate:

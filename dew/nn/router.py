@@ -1,11 +1,13 @@
 """Which experts read a token, and with which weights: top-k routers as data, and what they say about their choices.
 
-Entry points: `RouterSpec`, `RouterTraining`, `choose`, `Routing`. Softmax routers follow the Switch Transformer
-(https://arxiv.org/abs/2101.03961), groups and biases DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
+Entry points: `RouterSpec`, `RouterTraining`, `choose`, `Routing`, `router_loss`. Softmax routers follow the
+Switch Transformer (https://arxiv.org/abs/2101.03961), groups and biases DeepSeek-V3
+(https://arxiv.org/abs/2412.19437, section 2.1.2).
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +19,8 @@ from dew.arrays import Array, Bool, Float, Int
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 GROUP_SCORES = ("max", "top2")
 BALANCE_BIAS = "balance_bias"
-"""Name of the leaf of balance biases, which are used in the dtype they are stored in: their steps are small."""
+"""Name of the leaf of balance biases, which are stored and used in float32 whatever the dtype of a model: a step of
+0.001 moves no bfloat16 number above 0.5."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,36 @@ class RouterTraining:
         for name, value in dataclasses.asdict(self).items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must not be negative. Received: {name}={value!r}")
+
+    def check(self, routers: Sequence[RouterSpec]) -> None:
+        """Refuse what the routers of a model leave without effect.
+
+        Args:
+            routers: Those of the layers with experts.
+
+        Raises:
+            ValueError: If something is to be trained that the model does not have.
+        """
+        asked = [f"{name}={value}" for name, value in dataclasses.asdict(self).items() if value]
+        if asked and not routers:
+            raise ValueError(
+                "router_training is about routers, and no layer of this model has experts. Leave it out, or give a "
+                f"layer an ExpertsSpec. Received: {', '.join(asked)}"
+            )
+        if self.bias_rate and not any(router.balance_bias for router in routers):
+            raise ValueError(
+                "bias_rate moves balance biases, and no router of this model has any. Use "
+                f"RouterSpec(balance_bias=True), or bias_rate=0. Received: bias_rate={self.bias_rate}"
+            )
+
+
+def is_balance_bias(path: str) -> bool:
+    """Say whether a leaf holds balance biases.
+
+    Args:
+        path: Its path, or the last part of it.
+    """
+    return path.rsplit("/", 1)[-1] == BALANCE_BIAS
 
 
 @struct.dataclass
@@ -227,3 +260,18 @@ def routing_sums(
         "dropped": jnp.sum((~kept) * flat[:, None]),
         "tokens": jnp.sum(flat),
     }
+
+
+def router_loss(routing: Sequence[Routing], training: RouterTraining) -> Float[Array, ""]:
+    """Sum what the routers of all layers add to the total of the loss.
+
+    Args:
+        routing: Statistics of each layer with experts.
+        training: Weights of the losses.
+
+    Returns:
+        A float32 scalar. It has no value of its own for balance biases: only their gradient, the excess load.
+    """
+    weighted = sum(training.balance_loss * each.balance + training.z_loss * each.z for each in routing)
+    total = jnp.asarray(weighted / len(routing), jnp.float32)
+    return total + sum(each.bias_term for each in routing) if training.bias_rate else total

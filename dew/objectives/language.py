@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dew.nn.router import Routing
+from dew.nn.router import Routing, router_loss
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
-from dew.objectives.routing import CROSS_ENTROPY, EXPERT_LOAD, busiest, router_loss, routing_metrics
+from dew.objectives.routing import CROSS_ENTROPY, EXPERT_LOAD, busiest, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
 

@@ -1,7 +1,7 @@
 """What routers add to a loss, and what they report.
 
-Entry points: `router_loss`, `routing_metrics`. Every token counts with the weight of its loss, so that both belong to
-the mass that the loss is divided by, whatever rows, devices and accumulated batches it is summed over.
+Entry points: `routing_metrics`, and `dew.nn.router.router_loss`. Every token counts with the weight of its loss, so
+that both belong to the mass that the loss is divided by, whatever rows, devices and accumulated batches there are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dew.nn.moe import ExpertsSpec
-from dew.nn.router import RouterTraining, Routing
+from dew.nn.router import Routing
 from dew.objectives.base import Ratio
 
 CROSS_ENTROPY = "cross_entropy"
@@ -24,21 +24,6 @@ EXPERT_LOAD = "expert_load"
 ROUTING_METRICS = ("router_balance", "router_z", "router_entropy", "dropped_slots", "expert_load_max")
 """What a report says of the routers: the two losses before their weights, the entropy of the shares over its greatest
 value, slots left out by a capacity over all slots, and the load of the busiest expert over an even share."""
-
-
-def router_loss(routing: Sequence[Routing], training: RouterTraining) -> jax.Array:
-    """Sum what the routers of all layers add to the total of the loss.
-
-    Args:
-        routing: Statistics of each layer with experts.
-        training: Weights of the losses.
-
-    Returns:
-        A float32 scalar. It has no value of its own for balance biases: only their gradient, the excess load.
-    """
-    weighted = sum(training.balance_loss * each.balance + training.z_loss * each.z for each in routing)
-    total = jnp.asarray(weighted / len(routing), jnp.float32)
-    return total + sum(each.bias_term for each in routing) if training.bias_rate else total
 
 
 def routing_metrics(routing: Sequence[Routing], experts: Sequence[ExpertsSpec]) -> dict[str, Ratio]:

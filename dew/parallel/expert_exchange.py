@@ -29,6 +29,23 @@ def share_of(num_tokens: int, top_k: int, devices: int) -> int:
     return min(num_tokens, -(-even // 8) * 8)
 
 
+def share_bytes(num_tokens: int, top_k: int, devices: int, width: int, item_bytes: int) -> tuple[int, int]:
+    """Count the bytes of the results of one share's collectives on one device; (devices - 1) / devices are sent.
+
+    Args:
+        num_tokens: Tokens on a device.
+        top_k: Experts of a token.
+        devices: Devices of the expert axis.
+        width: Width D of a token.
+        item_bytes: Bytes of a number of it.
+
+    Returns:
+        Those of the forward pass, and those of the backward pass of the first share.
+    """
+    slots = devices * share_of(num_tokens, top_k, devices)
+    return slots * (2 * width * item_bytes + 8 * top_k), slots * (2 * width * item_bytes + 4 * top_k)
+
+
 def exchanged(
     x: Float[Array, "N D"],
     experts: Int[Array, "N K"],
@@ -44,9 +61,11 @@ def exchanged(
 
     Bytes of the results on one device, with P devices, C slots in a share, width D, K experts a token and s bytes an
     element: a share brings P C (D s + 8 K) there (tokens, expert numbers, weights) and P C D s back; of them
-    (P - 1) / P come from other devices. The backward pass of the first share sends both cotangents,
+    (P - 1) / P come from other devices (`share_bytes`). The backward pass of the first share sends both cotangents,
     P C (2 D s + 4 K); that of a further share sends the tokens there once more. `jax.lax.ragged_all_to_all`
-    would send what is routed and no more, but does not lower on CPU, where everything here is tested.
+    would send what is routed and no more, but does not lower on CPU, where everything here is tested. What `apply` gets
+    has room for each of the P C tokens to choose all its K experts here: P C K rows, of which an even routing fills
+    about N K.
 
     Args:
         x: Tokens of this device.

@@ -20,6 +20,7 @@ from dew.inference.decode_mesh import decode_mesh, decode_place
 from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention_report import attention_report, cache_report
+from dew.nn.experts_report import experts_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
@@ -53,7 +54,8 @@ class Estimate:
             schedule="1f1b".
         explanation: Where every leaf goes and why.
         attention: Which attention kernel the layers take, and inside which exchange where the mesh splits positions, a
-            line per kind of layer; which keys and values are kept more than once; why it could not generate.
+            line per kind of layer; which keys and values are kept more than once; where experts are; why it could not
+            generate.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
@@ -171,6 +173,7 @@ def estimate_bytes(
     with nn.logical_axis_rules(layout.rules):
         kernels = attention_report(module, mesh=mesh, num_tokens=slots, rows=rows, device=device)
         cached = cache_report(module, mesh=decoding)
+        experts = experts_report(module, mesh=mesh, num_tokens=slots, rows=rows)
     sums = 0 if state.accumulator is None else bytes_per_device(state.accumulator, places.accumulator)
     return Estimate(
         mesh_shape=dict(mesh.shape),
@@ -185,7 +188,7 @@ def estimate_bytes(
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
         tables=master.pipelined_table_bytes if mesh.shape[STAGE] > 1 else 0,
         explanation=layout.explain(mesh, declared, stacks),
-        attention=(*kernels, *cached, *unable),
+        attention=(*kernels, *cached, *experts, *unable),
         refusal=refusal,
     )
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ import numpy as np
 from dew.data.text import Tokenizer
 from dew.files import check_room, unwritten
 from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.nn.router import RouterTraining, is_balance_bias
 from dew.placement.processes import host_value, write_once
 from dew.pretrained.families import FAMILIES, Family
 from dew.pretrained.families.fields import Fields
@@ -55,6 +57,11 @@ class _Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is float32 in a checkpoint of any dtype."""
+        return all(is_balance_bias(recipe.path) for recipe, _ in self.parts)
+
 
 def save_pretrained(
     directory: str | Path,
@@ -76,7 +83,8 @@ def save_pretrained(
         config: Config the model was loaded with; its inert fields are kept. None writes a new one.
         tokenizer: Written beside the weights.
         generation_config: Written beside the weights when it is not empty.
-        dtype: Dtype to write; None takes the checkpoint's (the config's), without a config that of each leaf.
+        dtype: Dtype to write; None takes the checkpoint's (the config's), without a config that of each leaf. Balance
+            biases are written as they are stored, in float32.
         max_shard_bytes: Largest weight file; a larger model is split into shards with an index.
 
     Returns:
@@ -92,10 +100,11 @@ def save_pretrained(
         raise ValueError(f"max_shard_bytes must be positive. Received: max_shard_bytes={max_shard_bytes}")
     _check_replaceable(directory)
     family, written_config = export_config(module, config)
+    _warn_of_training(family, module)
     stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
     target = stated if dtype is None else compute_dtype(dtype)
     tensors, arrays = _tensors(family, module, variables, target)
-    largest = max((tensor.dtype for tensor in tensors), key=lambda each: each.itemsize)
+    largest = max((tensor.dtype for tensor in tensors if not tensor.is_wide), key=lambda each: each.itemsize)
     written_config["dtype"] = largest.name
 
     def write(values: Iterator[np.ndarray]) -> None:
@@ -145,6 +154,21 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
     raise ValueError("This model cannot be written as a Hugging Face checkpoint. " + "; ".join(reasons))
 
 
+def _warn_of_training(family: Family, module: CausalTransformer) -> None:
+    """Name what trains routers and has no place in a config; the model computes the same without it."""
+    read_back = family.translate(Fields(family.config_dict(module), "the exported config"))
+    expressed = read_back.get("router_training", RouterTraining())
+    written, asked = dataclasses.asdict(expressed), dataclasses.asdict(module.router_training)
+    lost = [f"{name}={value}" for name, value in asked.items() if written[name] != value]
+    if lost:
+        warnings.warn(
+            f"The config of {family.model_type} has no place for {', '.join(lost)} of router_training. What was "
+            "written computes the same; to train it further with these, set them again: "
+            "module.clone(router_training=RouterTraining(...)).",
+            stacklevel=3,
+        )
+
+
 # Fields of a model that decide what it computes; the others say how.
 _COMPUTED = ("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length")
 # Older spellings of fields that `config_dict` writes, which kept beside them would say something twice; and what an
@@ -174,7 +198,8 @@ def _tensors(
             parts.setdefault(name, []).append((recipe, layer))
     tensors = []
     for name, pieces in parts.items():
-        dtypes = [np.dtype(arrays[recipe.path].dtype if dtype is None else dtype) for recipe, _ in pieces]
+        narrow = [recipe.path for recipe, _ in pieces if dtype is not None and not is_balance_bias(recipe.path)]
+        dtypes = [np.dtype(dtype if recipe.path in narrow else arrays[recipe.path].dtype) for recipe, _ in pieces]
         tensors.append(_Tensor(name, tuple(pieces), max(dtypes, key=lambda each: each.itemsize)))
     return tensors, arrays
 

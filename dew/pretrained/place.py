@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.router import is_balance_bias
 from dew.pretrained.recipe import Recipe
 from dew.pretrained.source import TensorSource
 
@@ -86,7 +87,12 @@ def place(
 
 
 def leaf_dtype(recipe: Recipe, source: TensorSource, dtype: Any) -> np.dtype:
-    """Dtype a leaf is stored in: `dtype`, or that of its tensors in the file; where they differ, float32 holds all."""
+    """Dtype a leaf is stored in: `dtype`, or that of its tensors in the file; where they differ, float32 holds all.
+
+    Balance biases are float32 always.
+    """
+    if is_balance_bias(recipe.path):
+        return np.dtype(np.float32)
     if dtype is not None:
         return np.dtype(dtype)
     stored = {source.info(name).dtype for name in recipe.sources}

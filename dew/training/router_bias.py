@@ -10,10 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from dew.nn.router import is_balance_bias
 from dew.training.optimizer import Optimizer
-from dew.tree import map_named, matches
-
-BALANCE_BIASES = ("*/router/balance_bias",)
+from dew.tree import map_named
 
 
 def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
@@ -33,16 +32,12 @@ def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         loads = gradients
-        gradients = map_named(lambda path, leaf: jnp.zeros_like(leaf) if _is_bias(path) else leaf, gradients)
+        gradients = map_named(lambda path, leaf: jnp.zeros_like(leaf) if is_balance_bias(path) else leaf, gradients)
         updates, state = inner.update(gradients, state, params, **extra)
         return map_named(lambda path, leaf, load: _step(path, leaf, load, rate), updates, loads), state
 
     return optimizer._replace(update=update)
 
 
-def _is_bias(path: str) -> bool:
-    return matches(path, BALANCE_BIASES)
-
-
 def _step(path: str, update: Any, load: Any, rate: float) -> Any:
-    return -rate * jnp.sign(load).astype(update.dtype) if _is_bias(path) else update
+    return -rate * jnp.sign(load).astype(update.dtype) if is_balance_bias(path) else update

@@ -91,11 +91,12 @@ def test_padding_reads_no_expert_and_takes_no_capacity():
     np.testing.assert_allclose(got, jnp.where(batch["is_token"][..., None], whole, 0), rtol=1e-5, atol=1e-5)
 
 
-def dropped_by_loop(experts, is_token, capacity):
+def dropped_by_loop(experts, is_token, factor):
     """Mark the slots that find their expert full, token by token."""
     dropped = np.zeros(experts.shape, bool)
     for row in range(len(experts)):
         taken = np.zeros(E, int)
+        capacity = max(1, int(np.ceil(is_token[row].sum() * experts.shape[-1] / E) * factor))
         for place in range(T):
             for slot, expert in enumerate(experts[row, place]):
                 dropped[row, place, slot] = taken[expert] >= capacity
@@ -111,13 +112,33 @@ def test_a_capacity_drops_later_tokens_of_a_row_and_counts_them():
     batch = tokens()
     flat = np.asarray(batch["x"], np.float64).reshape(-1, D)
     experts, weights = slow_choice(flat @ np.asarray(params["router"]["kernel"], np.float64), CAPPED.router)
-    dropped = dropped_by_loop(experts.reshape(B, T, 2), np.asarray(batch["is_token"]), capacity=3)
+    dropped = dropped_by_loop(experts.reshape(B, T, 2), np.asarray(batch["is_token"]), factor=0.75)
     reads = ~dropped & np.asarray(batch["is_token"])[..., None]
     want = slow_experts(flat, params["experts"], experts, weights * reads.reshape(-1, 2), silu)
     got, routing = jax.jit(module.apply)({"params": params}, *batch.values())
     np.testing.assert_allclose(got.reshape(-1, D), want, rtol=0, atol=2e-5 * np.abs(want).max())
     assert dropped.any()
     np.testing.assert_allclose(routing.dropped, np.sum(dropped * np.asarray(batch["counted"])[..., None]), rtol=1e-5)
+
+
+def test_a_row_drops_what_it_drops_without_its_padding():
+    module, params = layer(CAPPED)
+    x, real = tokens()["x"], 9
+    alone, _ = module.apply({"params": params}, x[:, :real])
+    padded, _ = module.apply({"params": params}, x, jnp.broadcast_to(jnp.arange(T) < real, x.shape[:2]))
+    np.testing.assert_allclose(padded[:, :real], alone, rtol=1e-5, atol=1e-5)
+    whole, _ = module.apply({"params": params}, x)
+    assert np.abs(whole[:, :real] - alone).max() > 1e-2, "a longer row keeps more"
+
+
+def test_behind_a_cache_nothing_is_dropped():
+    module, params = layer(CAPPED)
+    batch = tokens()
+    unlimited, _ = layer(PLAIN)
+    want, _ = unlimited.apply({"params": params}, batch["x"], batch["is_token"])
+    got, _ = module.apply({"params": params}, batch["x"], batch["is_token"], is_cached=True)
+    np.testing.assert_array_equal(got, want)
+    assert np.any(module.apply({"params": params}, batch["x"], batch["is_token"])[0] != want)
 
 
 def test_the_balance_loss_is_one_a_token_where_all_is_even_and_adds_up_over_documents():

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from dew.nn.moe import Experts, ExpertsSpec
 from dew.nn.router import RouterSpec
-from dew.parallel.expert_exchange import share_of
+from dew.parallel.expert_exchange import share_bytes, share_of
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from tools.collectives import collectives
@@ -44,6 +44,7 @@ def test_the_first_share_costs_the_bytes_of_the_formula_there_back_and_backward(
     backward = sum(each.bytes for each in first if each.phase == "backward")
     assert forward == slots * (D * 4 + 8 * K) + slots * D * 4
     assert backward == slots * (2 * D * 4 + 4 * K)
+    assert (forward, backward) == share_bytes(B * T // 8, K, DEVICES, D, 4)
 
 
 def test_further_shares_run_in_loops_of_unknown_length():
@@ -57,3 +58,20 @@ def test_further_shares_run_in_loops_of_unknown_length():
 @pytest.mark.parametrize("top_k", [4, 8])
 def test_where_a_share_holds_every_token_there_is_no_loop(top_k):
     assert all(not each.trips for each in exchanges(top_k))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_balance_statistics_of_documents_are_summed_over_the_sequence_axis(packed):
+    experts = 8
+    module = Experts(D, ExpertsSpec(num_experts=experts, features=24, router=RouterSpec(top_k=K)))
+    x = jnp.ones((B, T, D))
+    params = nn.unbox(module.init(jax.random.key(0), x))
+    counted, documents = jnp.ones((B, T)), jnp.zeros((B, T), jnp.int32) if packed else None
+    mesh = build_mesh(MeshSpec(sequence=2))
+    run = lambda params, x: module.apply(params, x, None, counted, documents)[1].balance  # noqa: E731
+    with jax.set_mesh(mesh), nn.logical_axis_rules(Layout().rules):
+        text = jax.jit(run).lower(params, x).compile().as_text()
+    summed = [each for each in collectives(text, dict(mesh.shape)) if each.axes == ("sequence",)]
+    assert {each.kind for each in summed} == {"all-reduce"}
+    # Slot counts and shares of each expert, for as many documents as a row could have.
+    assert sum(each.bytes for each in summed) == B // 4 * (T if packed else 1) * 2 * experts * 4

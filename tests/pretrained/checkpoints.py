@@ -5,7 +5,7 @@ import pathlib
 import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid_experts", "gpt_oss")
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),

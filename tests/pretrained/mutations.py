@@ -405,6 +405,15 @@ def shared_perceptron_ungated(module, variables):
     return module, jax.tree_util.tree_map_with_path(opened, variables)
 
 
+def shared_gates_swapped(module, variables):
+    view = stack_view(module)
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        shared = params[f"layers_{index}"]["mlp"]["shared"]
+        shared["gate_proj"], shared["up_proj"] = shared["up_proj"], shared["gate_proj"]
+    return module, view.stack({"params": params})
+
+
 EXPERTS = [one_expert_more, expert_gates_swapped, experts_reversed]
 EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
 SCANS = [
@@ -475,6 +484,8 @@ MUTATIONS = {
     "bamba": [*SCANS, whole_heads_rotated, biases_dropped, gates_swapped],
     "granitemoehybrid": [*SCANS, scans_normalised_together, rotary_where_there_is_none, gates_swapped, full_residuals]
     + [unscaled_embeddings, unscaled_logits, unscaled_attention],
+    "granitemoehybrid_experts": [*EXPERTS, weights_not_divided, shared_gates_swapped, gate_and_values_swapped]
+    + [written_and_read_swapped, full_residuals, unscaled_attention],
 }
 WITHOUT = {
     "gpt_neox": [scaled_by_the_width],  # which is the width of a head

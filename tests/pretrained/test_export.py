@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dew.nn.embed import EmbeddingSpec, HeadSpec
+from dew.nn.moe import ExpertsSpec
 from dew.nn.rope import RotarySpec
+from dew.nn.router import RouterSpec, RouterTraining
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import export as exporting
 from dew.pretrained import load_pretrained, save_pretrained
+from dew.pretrained.families import FAMILIES
+from dew.pretrained.recipe import Weight
 from dew.pretrained.safetensors import open_safetensors
-from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in
+from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in, read_header
 from tests.tiny import tiny_decoder, tiny_layer
 
 SPLIT = Layout(min_shard=1, tolerance=0.5)
@@ -172,6 +177,67 @@ def test_what_no_config_expresses_is_refused_and_nothing_is_written(tmp_path, fi
     with pytest.raises(ValueError, match=text):
         save_pretrained(tmp_path / "out", module, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_that_a_config_cannot_state_is_named_and_the_weights_are_written(tmp_path, tensors):
+    loaded = load_pretrained(FIXTURES / "mixtral")
+    balanced = loaded.module.clone(router_training=RouterTraining(balance_loss=0.04))
+    save_pretrained(tmp_path / "balanced", balanced, loaded.variables, loaded.config)
+    assert load_pretrained(tmp_path / "balanced").module == balanced
+    module = balanced.clone(router_training=RouterTraining(balance_loss=0.04, z_loss=0.001))
+    with pytest.warns(
+        UserWarning, match=r"config of mixtral has no place for z_loss=0\.001 of router_training"
+    ) as said:
+        save_pretrained(tmp_path / "out", module, loaded.variables, loaded.config)
+    assert len(said) == 1
+    assert load_pretrained(tmp_path / "out").module == balanced
+    same(tensors(tmp_path / "out"), tensors(FIXTURES / "mixtral"))
+
+
+@pytest.fixture
+def balanced_family(monkeypatch):
+    """A family like Mixtral whose routers have balance biases, and a model of it in bfloat16."""
+    mixtral = FAMILIES["mixtral"]
+    experts = ExpertsSpec(num_experts=4, features=16, router=RouterSpec(top_k=2, balance_bias=True))
+    layers = (dataclasses.replace(tiny_layer(), mlp=experts),) * 2
+    names = ("vocab_size", "features", "layers", "norm", "max_length")
+    module = tiny_decoder(layers=layers, dtype="bfloat16", param_dtype="bfloat16")
+    bias = Weight("params/layers_{i}/mlp/router/balance_bias", "model.layers.{i}.balance", "E -> E")
+    family = dataclasses.replace(
+        mixtral,
+        model_type="balanced",
+        translate=lambda fields: {name: getattr(module, name) for name in names},
+        config_dict=lambda module: {},
+        weights=(bias, *mixtral.weights),
+    )
+    monkeypatch.setitem(FAMILIES, "balanced", family)
+    return module
+
+
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_balance_biases_stay_float32_in_the_file_and_in_a_model_of_bfloat16(balanced_family, narrowed, tmp_path):
+    variables = initialised(balanced_family)
+    router = variables["params"]["layers_0_1"]["mlp"]["router"]
+    assert (router["kernel"].dtype, router["balance_bias"].dtype) == (jnp.bfloat16, jnp.float32)
+    router["balance_bias"] = 4.0 + 0.001 * jnp.arange(8.0).reshape(2, 4)
+    config = {"model_type": "balanced", "dtype": "bfloat16"}
+    save_pretrained(tmp_path, balanced_family, variables, config)
+    if narrowed:  # what another writer may have left
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({name: t.astype(jnp.bfloat16) for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    else:
+        header, _ = read_header(tmp_path / "model.safetensors")
+        wide = {name for name, tensor in header.items() if tensor.get("dtype") == "F32"}
+        assert wide == {"model.layers.0.balance", "model.layers.1.balance"}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    for param_dtype in (None, "bfloat16"):
+        router_again = load_pretrained(tmp_path, param_dtype=param_dtype).variables["params"]["layers_0_1"]["mlp"][
+            "router"
+        ]
+        assert router_again["kernel"].dtype == jnp.bfloat16
+        assert router_again["balance_bias"].dtype == jnp.float32
+        if not narrowed:
+            np.testing.assert_array_equal(router_again["balance_bias"], router["balance_bias"])
 
 
 def test_a_config_of_another_family_is_refused(tmp_path):

@@ -199,8 +199,7 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb=8"),
         ("bamba", {"z_loss_coefficient": 0.1}, r"z_loss_coefficient=0\.1"),
         ("bamba", {"mamba_d_head": 16}, r"mamba_n_heads \* mamba_d_head must be mamba_expand \* hidden_size = 32"),
-        ("granitemoehybrid", {"num_local_experts": 4}, "with experts are not supported .* num_local_experts=4"),
-        ("granitemoehybrid", {"num_local_experts": "absent"}, "num_local_experts=8"),
+        ("granitemoehybrid", {"num_local_experts": 1}, "top_k=2 exceeds the 1 experts"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "must be 'rope', 'nope' or null"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must say .* for each of 4 layers"),
         ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function=layernorm"),
@@ -344,6 +343,21 @@ def test_the_published_configs_of_granite_hybrids_are_understood(kinds, rotates,
     assert written["layer_types"] == ["full_attention" if each else "linear_attention" for each in attends]
 
 
+def test_a_granite_hybrid_states_experts_for_all_layers_or_none():
+    module = describe(FIXTURES / "granitemoehybrid_experts").module
+    assert module.router_training.balance_loss == 0.02  # 0.01 for each of 2 slots
+    first, *rest = module.layers
+    some = module.clone(layers=(first, *(dataclasses.replace(layer, mlp=first.experts.shared) for layer in rest)))
+    with pytest.raises(ValueError, match="experts in every layer or in none"):
+        export_config(some, {"model_type": "granitemoehybrid"})
+    unshared = dataclasses.replace(first.experts, shared=None)
+    with pytest.raises(ValueError, match="has a shared perceptron beside the experts"):
+        export_config(
+            module.clone(layers=tuple(dataclasses.replace(layer, mlp=unshared) for layer in module.layers)),
+            {"model_type": "granitemoehybrid"},
+        )
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
@@ -409,6 +423,13 @@ def test_a_balance_loss_counts_where_router_logits_are_put_out(copied):
 
     assert weight(router_aux_loss_coef=0.02) == 0
     assert describe(FIXTURES / "qwen3_moe").module.router_training.balance_loss == 0.03  # 0.01 for each of 3 slots
+
+
+def test_a_config_without_any_sparse_layer_trains_no_router(copied):
+    fields = {"mlp_only_layers": [0, 1, 2], "output_router_logits": True, "router_aux_loss_coef": 0.01}
+    module = describe(copied("qwen2_moe", **fields)).module
+    assert module.expert_layers == ()
+    assert not module.trains_routers
 
 
 def test_layers_with_experts_are_every_second_or_all_but_those_listed(copied):

@@ -41,8 +41,10 @@ MESHES = {
 
 
 @functools.cache
-def trainer(name=None, *, accumulation=1, training=TRAINING, optimizer="adamw", **fields) -> Trainer:
-    module = tiny_decoder(layers=LAYERS, router_training=training, **fields)
+def trainer(name=None, *, accumulation=1, training=TRAINING, optimizer="adamw", capacity=None, **fields) -> Trainer:
+    mixed = dataclasses.replace(MIXED, mlp=dataclasses.replace(EXPERTS, capacity_factor=capacity))
+    layers = tuple(mixed if layer is MIXED else layer for layer in LAYERS)
+    module = tiny_decoder(layers=layers, router_training=training, **fields)
     mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else build_mesh(MESHES[name])
     # Only experts are split on an expert axis; the rest of the model is whole there unless another axis takes it.
     layout = Layout(rules=RULES, min_shard=1, tolerance=1.0 if name == "expert=4" else 0)
@@ -121,6 +123,33 @@ def test_the_gradient_of_a_balance_bias_counts_each_scored_token_once(fields):
         assert np.abs(gradient).max() > 1
 
 
+@functools.cache
+def pooled(name=None, parts=1, **fields):
+    """Evaluate 16 rows in as many batches, where experts drop what exceeds their capacity."""
+    run, rows = trainer(name, capacity=0.7, **fields), batch(rows=16)
+    cut = [{key: value[part::parts] for key, value in rows.items()} for part in range(parts)]
+    return run.evaluate(weights(run), cut)
+
+
+@pytest.mark.parametrize(
+    "name, parts, fields",
+    [
+        (None, 4, ()),
+        (None, 1, (("remat", "full"), ("scan_layers", False))),
+        ("expert=4", 2, ()),
+        ("expert=2 fsdp=2 sequence=2", 2, ()),
+    ],
+    ids=str,
+)
+def test_what_routers_report_does_not_depend_on_batches_storage_or_mesh(name, parts, fields):
+    got, want = pooled(name, parts, **dict(fields)), pooled()
+    assert got.keys() == want.keys() > {"dropped_slots", "expert_load", "router_entropy"}
+    assert want["dropped_slots"].total > 10
+    for key, ratio in want.items():
+        np.testing.assert_allclose(got[key].total, ratio.total, rtol=1e-5, err_msg=key)
+        np.testing.assert_allclose(got[key].mass, ratio.mass, rtol=1e-6, err_msg=key)
+
+
 def trained(run, batches):
     start = run.place(weights(run))
     loop = run.loop(start)
@@ -164,6 +193,21 @@ def test_biases_without_a_rate_stay_whatever_the_optimizer_does():
             assert np.any(after[path] != value), path
 
 
+def test_biases_are_float32_and_move_in_a_model_that_is_stored_in_bfloat16():
+    run = trainer(optimizer="sgd", param_dtype="bfloat16", dtype="bfloat16")
+    shift = lambda path, leaf: leaf + 4.0 if path[-1].key == "balance_bias" else leaf  # noqa: E731
+    state = run.place(jax.tree_util.tree_map_with_path(shift, weights(run)))
+    loop = run.loop(state)
+    list(loop.run([batch()]))
+    after = named_leaves(jax.device_get(loop.state.params))
+    assert {str(leaf.dtype) for path, leaf in after.items() if not path.endswith("balance_bias")} == {"bfloat16"}
+    moved = [leaf - np.float32(4.0) for path, leaf in after.items() if path.endswith("balance_bias")]
+    assert all(leaf.dtype == np.float32 for leaf in moved)
+    assert sum(np.count_nonzero(leaf) for leaf in moved) > 12
+    for leaf in moved:  # half the distance between bfloat16 numbers at 4 is 0.0156
+        assert np.all(np.isclose(np.abs(leaf), RATE, atol=1e-5) | (leaf == 0))
+
+
 def test_perplexity_leaves_out_what_routers_add_to_the_loss():
     statistics, _ = scored()
     report = trainer().objective.report(statistics)
@@ -181,9 +225,36 @@ def test_rules_that_put_experts_on_another_axis_are_refused():
 
 
 @pytest.mark.parametrize("field", ["balance_loss", "z_loss", "bias_rate"])
+def test_training_of_routers_that_the_model_does_not_have_is_refused(field):
+    with pytest.raises(ValueError, match=rf"no layer of this model has experts\. .*Received: {field}=0\.1"):
+        tiny_decoder(router_training=RouterTraining(**{field: 0.1}))
+
+
+def test_a_rate_for_biases_that_no_router_has_is_refused():
+    router = dataclasses.replace(EXPERTS.router, balance_bias=False)
+    layers = (dataclasses.replace(DENSE, mlp=dataclasses.replace(EXPERTS, router=router)),)
+    with pytest.raises(ValueError, match=r"bias_rate moves balance biases, and no router .*Received: bias_rate=0\.1"):
+        tiny_decoder(layers=layers, router_training=RouterTraining(bias_rate=0.1))
+    tiny_decoder(layers=layers, router_training=RouterTraining(z_loss=0.1))
+
+
+@pytest.mark.parametrize("field", ["balance_loss", "z_loss", "bias_rate"])
 def test_a_negative_weight_of_a_router_loss_is_refused(field):
     with pytest.raises(ValueError, match=rf"{field} must not be negative\. Received: {field}=-1"):
         RouterTraining(**{field: -1})
+
+
+def test_generation_drops_nothing_so_a_row_does_not_depend_on_its_batch():
+    capped = tuple(dataclasses.replace(MIXED, mlp=dataclasses.replace(EXPERTS, capacity_factor=0.3)) for _ in range(2))
+    module = tiny_decoder(layers=capped)
+    loose = tiny_decoder(layers=(MIXED,) * 2)
+    variables = {"params": module.init(jax.random.key(1), np.zeros((1, 2), np.int32))["params"]}
+    prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(tiny_batch(rows=3, length=12)["tokens"])]
+    want = generate(loose, variables, prompts, max_new_tokens=6).tokens
+    got = generate(module, variables, prompts, max_new_tokens=6).tokens
+    np.testing.assert_array_equal(got, want)
+    tokens = tiny_batch(rows=2)["tokens"]
+    assert np.any(module.apply(variables, tokens) != loose.apply(variables, tokens)), "a whole sequence does drop"
 
 
 def test_tokens_generated_on_an_expert_axis_are_those_of_one_device():

@@ -35,7 +35,7 @@ from dew.nn.masks import cached_visibility
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
-from dew.nn.router import BALANCE_BIAS, RouterTraining, Routing
+from dew.nn.router import RouterTraining, Routing, is_balance_bias, router_loss
 from dew.nn.sharding import constrain, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
 from dew.parallel.stages import current_pipeline
@@ -99,6 +99,7 @@ class CausalTransformer(nn.Module):
                 f"a context of {self.max_length} tokens needs as many learned positions. Received: "
                 f"positions={self.embedding.positions}"
             )
+        self.router_training.check([spec.router for spec in self.expert_layers])
         super().__post_init__()
 
     def setup(self) -> None:
@@ -134,9 +135,13 @@ class CausalTransformer(nn.Module):
                 scores in the middle of its backward passes trains through `token_loss` only.
 
         Returns:
-            Logits [B, T, V] in float32; with a cache, the pair of logits and the next cache.
+            Logits [B, T, V] in float32; with a cache, the pair of logits and the next cache. Where the collection
+            "losses" may change, what routers add to a mean loss is sown there, a mean over tokens that are no padding.
         """
-        hidden = self.hidden_states(tokens, positions, segment_ids, cache, train)
+        if cache is None and self.trains_routers and self.is_mutable_collection("losses"):
+            hidden = self._with_router_loss(tokens, positions, segment_ids, train)
+        else:
+            hidden = self.hidden_states(tokens, positions, segment_ids, cache, train)
         if cache is None:
             return project(hidden, self._head(), self.head)
         hidden, cache = hidden
@@ -159,13 +164,8 @@ class CausalTransformer(nn.Module):
             ValueError: If a schedule that cannot train so is asked to, or a pipeline's rows do not divide.
             LayoutRefused: If the layers do not divide into the stages of the mesh.
         """
-        pipeline = None if self.is_initializing() or cache is not None else current_pipeline()
-        if pipeline is not None:
-            if train:
-                refuse_unscheduled(self, pipeline.stages, "a call with train=True")
-            return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, None)[0]
         if cache is None:
-            return self._whole(tokens, positions, segment_ids, None)[0]
+            return self._whole(tokens, positions, segment_ids, None, train)[0]
         real = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids > 0
         if positions is None:
             start = jnp.sum(cache.valid, axis=1, dtype=jnp.int32, keepdims=True)
@@ -197,10 +197,23 @@ class CausalTransformer(nn.Module):
         """
         return self._whole(tokens, positions, segment_ids, counted)
 
-    def _whole(self, tokens: Array, positions: Any, segment_ids: Any, counted: Any) -> tuple[Array, Any]:
+    def _with_router_loss(self, tokens: Array, positions: Any, segment_ids: Any, train: bool) -> Float[Array, "B T D"]:
+        """Compute the output of the last norm, and sow what the routers add to the loss."""
+        counted = jnp.ones(tokens.shape) if segment_ids is None else jnp.asarray(segment_ids > 0, jnp.float32)
+        hidden, routing = self._whole(tokens, positions, segment_ids, counted, train)
+        if not self.is_initializing():
+            mean = router_loss(routing, self.router_training) / jnp.maximum(jnp.sum(counted), 1.0)
+            self.sow("losses", "router_loss", mean)
+        return hidden
+
+    def _whole(
+        self, tokens: Array, positions: Any, segment_ids: Any, counted: Any, train: bool = False
+    ) -> tuple[Array, Any]:
         """Run the model on whole sequences."""
         pipeline = None if self.is_initializing() else current_pipeline()
         if pipeline is not None:
+            if train:
+                refuse_unscheduled(self, pipeline.stages, "a call with train=True")
             return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, counted)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         around = whole_surroundings(tokens.shape[1], segment_ids, counted)
@@ -211,6 +224,11 @@ class CausalTransformer(nn.Module):
     def expert_layers(self) -> tuple[ExpertsSpec, ...]:
         """The experts of the layers that have them, first to last."""
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
+
+    @property
+    def trains_routers(self) -> bool:
+        """Whether something trains the routers beside the loss of the tokens."""
+        return self.router_training != RouterTraining()
 
     def head_weight(self, variables: Any) -> Float[Array, "V D"]:
         """Give the matrix that scores the vocabulary, [V, D]: the token table, or the untied head.
@@ -304,7 +322,8 @@ class CausalTransformer(nn.Module):
         """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
 
         def cast(path: Any, weight: Array) -> Array:
-            return weight if path[-1].key in (*WIDE_WEIGHTS, BALANCE_BIAS) else weight.astype(self.dtype)
+            name = path[-1].key
+            return weight if name in WIDE_WEIGHTS or is_balance_bias(name) else weight.astype(self.dtype)
 
         weights = jax.tree.map_with_path(cast, weights)
         return gather_weights(weights, logical_names(part))

@@ -3,28 +3,18 @@
 from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
-from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.norm import NormSpec
-from dew.pretrained.families.decoder import (
-    ACTIVATIONS,
-    arguments_of,
-    attention_of,
-    dense_mlp,
-    divided_head_dim,
-    mlp_of,
-    model_config,
-)
+from dew.pretrained.families.decoder import arguments_of, attention_of, dense_mlp, divided_head_dim, mlp_of
 from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but, linear
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.rotary import read_rotary, write_rotary
 from dew.pretrained.families.scanning import (
     HYBRID_FIELDS,
-    UNATTENDED,
-    UNSCANNED,
+    hybrid_config,
+    perceptron_config,
     read_scan,
     scan_weights,
-    uniform_over,
-    write_scan,
+    scans,
 )
 from dew.pretrained.recipe import Weight
 from dew.pretrained.source import CheckpointError
@@ -75,39 +65,16 @@ def _attending(fields: Fields, count: int) -> set[int]:
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `BambaConfig`."""
-    scanning = [layer for layer in module.layers if isinstance(layer.mixer, Mamba2Spec)]
-    attending = [layer for layer in module.layers if layer not in scanning]
-    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-
-    def shared(layer: LayerSpec) -> dict[str, Any]:
-        mlp = dense_mlp(layer)
-        return {
-            "rms_norm_eps": layer.norm.eps,
-            "intermediate_size": mlp.features,
-            "hidden_act": activations[mlp.activation],
-            "mlp_bias": mlp.bias,
-        }
 
     def attention(layer: LayerSpec) -> dict[str, Any]:
-        return {
-            "num_attention_heads": layer.attention.num_heads,
-            "num_key_value_heads": layer.attention.num_kv_heads,
-            "attention_bias": layer.attention.bias,
-            "rope_parameters": write_rotary(layer.attention.rotary, module.max_length, partial=True),
-        }
+        return {"rope_parameters": write_rotary(layer.attention.rotary, module.max_length, partial=True)}
 
-    def scan(layer: LayerSpec) -> dict[str, Any]:
-        assert isinstance(layer.mixer, Mamba2Spec), "chosen above"
-        return write_scan(layer.mixer, module.features, HYBRID_FIELDS)
+    def every(layer: LayerSpec) -> dict[str, Any]:
+        mlp = dense_mlp(layer)
+        return {**perceptron_config(mlp, "intermediate_size"), "mlp_bias": mlp.bias}
 
-    indices = [index for index, layer in enumerate(module.layers) if layer in attending]
-    return {
-        **model_config(module),
-        **(uniform_over(scanning, scan) or UNSCANNED),
-        **(uniform_over(attending, attention) or UNATTENDED),
-        **uniform_over(module.layers, shared),
-        "attn_layer_indices": indices,
-    }
+    attending = [index for index, layer in enumerate(module.layers) if not scans(layer)]
+    return {**hybrid_config(module, HYBRID_FIELDS, attention, every), "attn_layer_indices": attending}
 
 
 FAMILY = Family(

@@ -18,7 +18,14 @@ from dew.pretrained.source import CheckpointError
 
 
 def experts_of(
-    fields: Fields, *, count: str, width: str, default_activation: str = "silu", router: RouterSpec, **options: Any
+    fields: Fields,
+    *,
+    count: str,
+    width: str,
+    default_count: int | None = None,
+    default_activation: str = "silu",
+    router: RouterSpec,
+    **options: Any,
 ) -> ExpertsSpec:
     """Read the experts of a layer.
 
@@ -26,6 +33,7 @@ def experts_of(
         fields: The config.
         count: Field of their number.
         width: Field of their hidden width.
+        default_count: Their number in a config without the field; None refuses one.
         default_activation: What it is in a config without `hidden_act`.
         router: How they are chosen.
         **options: Further fields of the spec.
@@ -36,7 +44,7 @@ def experts_of(
     activation = fields.choice("hidden_act", ACTIVATIONS, default_activation)
     try:
         return ExpertsSpec(
-            num_experts=fields.count(count),
+            num_experts=fields.count(count) if default_count is None else fields.count(count, default_count),
             features=fields.count(width),
             activation=activation,
             router=router,
@@ -53,7 +61,7 @@ def router_training_of(fields: Fields, top_k: int, default_coefficient: float = 
 
     Args:
         fields: The config.
-        top_k: Experts of a token.
+        top_k: Experts of a token; 0 for a model that has none, and so no loss.
         default_coefficient: What the config class has.
     """
     coefficient = fields.get("router_aux_loss_coef", default_coefficient)
@@ -115,10 +123,8 @@ def experts_config(
 
 
 def router_config(module: CausalTransformer) -> dict[str, Any]:
-    """Write the weight of the balance loss; the inverse of `router_training_of`."""
+    """Write the weight of the balance loss, all that a config has of training; the inverse of `router_training_of`."""
     training = module.router_training
-    if training.z_loss or training.bias_rate:
-        raise ValueError(f"the config states a balance loss alone. Received: router_training={training}")
     if not training.balance_loss:
         return {"output_router_logits": False}
     # Fifteen digits undo the rounding of the product.

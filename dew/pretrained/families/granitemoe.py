@@ -1,4 +1,4 @@
-"""Granite 3 with experts: Granite's factors, and the projections of all experts in one tensor."""
+"""Granite 3 with experts: Granite's factors; a layer's experts are two tensors, one holds gate and up projections."""
 
 from typing import Any
 
@@ -66,20 +66,20 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
 
 
 _BLOCK, _PATH = "model.layers.{i}.block_sparse_moe", "params/layers_{i}/mlp"
+GRANITE_EXPERT_WEIGHTS = (
+    Weight(f"{_PATH}/router/kernel", f"{_BLOCK}.router.layer.weight", "E D -> D E"),
+    *fused_weights(
+        f"{_BLOCK}.input_linear.weight",
+        (f"{_PATH}/experts/gate_proj", "E F D -> E D F", "F"),
+        (f"{_PATH}/experts/up_proj", "E F D -> E D F", "F"),
+    ),
+    Weight(f"{_PATH}/experts/down_proj", f"{_BLOCK}.output_linear.weight", "E D F -> E F D"),
+)
 FAMILY = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     translate=translate,
     config_dict=config_dict,
-    weights=(
-        Weight(f"{_PATH}/router/kernel", f"{_BLOCK}.router.layer.weight", "E D -> D E"),
-        *fused_weights(
-            f"{_BLOCK}.input_linear.weight",
-            (f"{_PATH}/experts/gate_proj", "E F D -> E D F", "F"),
-            (f"{_PATH}/experts/up_proj", "E F D -> E D F", "F"),
-        ),
-        Weight(f"{_PATH}/experts/down_proj", f"{_BLOCK}.output_linear.weight", "E D F -> E F D"),
-        *DECODER_WEIGHTS,
-    ),
+    weights=(*GRANITE_EXPERT_WEIGHTS, *DECODER_WEIGHTS),
     ignorable=IGNORABLE,
 )

@@ -60,7 +60,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     windows = _windows(fields)
     layers = sparse_layers(fields, attention, experts, norm)
     layers = tuple(with_attention(layer, window=window) for layer, window in zip(layers, windows, strict=True))
-    training = router_training_of(fields, router.top_k)
+    training = router_training_of(fields, router.top_k if any(map(has_experts, layers)) else 0)
     arguments = arguments_of(fields, layers, norm, max_length, router_training=training)
     fields.finish()
     return arguments

@@ -9,6 +9,7 @@ from dew.pretrained.families.decoder import arguments_of, attention_of, block_co
 from dew.pretrained.families.experts import (
     experts_config,
     experts_of,
+    has_experts,
     router_config,
     router_training_of,
     sparse_layers_config,
@@ -43,7 +44,7 @@ def translate(fields: Fields) -> dict[str, Any]:
         raise CheckpointError(f"{fields.where}: num_experts and num_local_experts disagree.")
     experts = experts_of(fields, count=count, width="moe_intermediate_size", router=router)
     layers = sparse_layers(fields, attention, experts, norm)
-    training = router_training_of(fields, router.top_k)
+    training = router_training_of(fields, router.top_k if any(map(has_experts, layers)) else 0)
     arguments = arguments_of(fields, layers, norm, max_length, router_training=training)
     fields.get("max_window_layers", None)  # published beside a window that is not in use, and not read by the class
     fields.finish()

@@ -1,7 +1,7 @@
 """What the families with Mamba-2 layers share: the names of a mixer's weights and its config fields, both ways.
 
-Entry points: `scan_weights`, `read_scan`, `write_scan`, `ScanFields`; `uniform_over` for configs that state things once
-for the layers of a kind.
+Entry points: `scan_weights`, `read_scan`, `write_scan`, `ScanFields`; `hybrid_config` for models that attend in some
+layers, whose config states things once for the layers of a kind.
 """
 
 import dataclasses
@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dew.nn.backbones.causal_transformer import LayerSpec
+from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.mamba2 import Mamba2Spec
-from dew.pretrained.families.decoder import ACTIVATIONS
+from dew.nn.mlp import MlpSpec
+from dew.pretrained.families.decoder import ACTIVATIONS, model_config
 from dew.pretrained.families.family import uniform
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.recipe import Weight, fused_weights
@@ -183,6 +184,62 @@ def uniform_over(layers: Sequence[LayerSpec], write: Callable[[LayerSpec], Mappi
     """
     written = [write(layer) for layer in layers]
     return uniform({name: [each[name] for each in written] for name in written[0]}) if written else {}
+
+
+def scans(layer: LayerSpec) -> bool:
+    """Say whether a block has a Mamba-2 mixer."""
+    return isinstance(layer.mixer, Mamba2Spec)
+
+
+def hybrid_config(
+    module: CausalTransformer,
+    names: ScanFields,
+    attention: Callable[[LayerSpec], Mapping[str, Any]],
+    every: Callable[[LayerSpec], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Write a config that states once what scanning layers have, what attending layers have, and what all have.
+
+    Args:
+        module: The model.
+        names: What the fields of the scan are called.
+        attention: Fields of an attending layer beside its heads.
+        every: Fields of any layer beside its norm.
+
+    Raises:
+        ValueError: If layers of a kind differ.
+    """
+
+    def scan(layer: LayerSpec) -> dict[str, Any]:
+        assert isinstance(layer.mixer, Mamba2Spec), "chosen below"
+        return write_scan(layer.mixer, module.features, names)
+
+    def heads(layer: LayerSpec) -> dict[str, Any]:
+        spec = layer.attention
+        return {
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "attention_bias": spec.bias,
+            **attention(layer),
+        }
+
+    layers = module.layers
+    return {
+        **model_config(module),
+        **(uniform_over([layer for layer in layers if scans(layer)], scan) or UNSCANNED),
+        **(uniform_over([layer for layer in layers if not scans(layer)], heads) or UNATTENDED),
+        **uniform_over(layers, lambda layer: {"rms_norm_eps": layer.norm.eps, **every(layer)}),
+    }
+
+
+def perceptron_config(mlp: MlpSpec, width: str) -> dict[str, Any]:
+    """Write a perceptron.
+
+    Args:
+        mlp: The perceptron.
+        width: Field of its hidden width.
+    """
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return {width: mlp.features, "hidden_act": activations[mlp.activation]}
 
 
 def _limits(fields: Fields) -> tuple[float, float]:
