@@ -1,9 +1,8 @@
 """Measure loading: `python tools/benchmark_load.py [--forms single sharded gguf] [--mesh fsdp=8] [--gigabytes 2]`.
 
 Loads synthetic Llama checkpoints, or with `--experts` a Mixtral whose experts are tensors of their own, onto 8
-simulated devices in fresh processes, from a warm page cache, beside load-then-place and the floor: a plain read of the
-files, and the loader's own arranging (expand what is quantised, turn every matrix) from memory to memory. Exits with 1
-when a bar is missed.
+simulated devices in fresh processes, from a warm page cache, beside load-then-place and the floor: a plain read and
+the loader's own arranging (expand, turn) from memory to memory. Exits with 1 when a bar is missed.
 """
 
 import argparse

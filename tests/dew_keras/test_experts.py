@@ -105,8 +105,9 @@ def test_bfloat16_with_float32_masters_trains_as_on_one_device():
 
     got, want = history({"expert": 2, "fsdp": 4}), history(None)
     assert want["loss"][1] < want["loss"][0]
-    for name, values in want.items():
-        assert got[name] == pytest.approx(values, rel=2e-2, abs=1e-6), name
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
+    for name, values in want.items():  # a token whose best experts are a tie may go to another one
+        assert got[name] == pytest.approx(values, rel=5e-2, abs=1e-6), name
 
 
 @functools.cache
