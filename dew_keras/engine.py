@@ -308,11 +308,15 @@ class Engine(RestoresRuns, PlacedModel):
         """Fit a state that another trainer left to this one: its dtypes and its mesh, moments one by one."""
         assert self.state is not None, "fitting made one"
         self.state = conformed_state(self.state, trainer)
+        move_leaf_by_leaf(self._moments, self._take_moments, trainer.shardings().opt_state)
 
-        def write(moments: Any) -> None:
-            self.state = self.state.replace(opt_state=moments)
+    def _moments(self) -> Any:
+        assert self.state is not None, "fitting made one"
+        return self.state.opt_state
 
-        move_leaf_by_leaf(lambda: self.state.opt_state, write, trainer.shardings().opt_state)
+    def _take_moments(self, moments: Any) -> None:
+        assert self.state is not None, "fitting made one"
+        self.state = self.state.replace(opt_state=moments)
 
     def show_iterations(self) -> None:
         """Show on the user's optimizer how many updates were made."""

@@ -106,7 +106,8 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 @functools.cache
 def _pairs() -> np.ndarray:
     """Tabulate the two values of each scale and byte, as one word of both: 256 KiB, so that a byte is one look-up."""
-    codes = np.concatenate([np.float32(MAGNITUDES), -np.float32(MAGNITUDES)])
+    magnitudes = np.asarray(MAGNITUDES, np.float32)
+    codes = np.concatenate([magnitudes, -magnitudes])
     values = codes[np.arange(256)[:, None] >> np.array([0, 4]) & 15].astype(np.float64)
     scaled = np.ldexp(values, np.arange(256)[:, None, None] - SCALE_BIAS)
     scaled[SCALE_NAN] = np.nan

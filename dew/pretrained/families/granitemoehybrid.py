@@ -58,7 +58,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     layers = tuple(LayerSpec(mixer=attention if attends else scan, **shared) for attends in kinds)
     embedding = EmbeddingSpec(scale=fields.number("embedding_multiplier", 1.0))
     head = HeadSpec(scale=1.0 / fields.number("logits_scaling", 1.0))
-    more = {"embedding": embedding, "head": head, "router_training": training}
+    more: dict[str, Any] = {"embedding": embedding, "head": head, "router_training": training}
     arguments = arguments_of(fields, layers, norm, max_length, **more)
     for name in fields.config if all(kinds) else ():
         if name.startswith("mamba_") or name == "time_step_limit":
