@@ -63,14 +63,17 @@ def live_bytes_per_device() -> dict[Any, int]:
     """Count the bytes of every live JAX array on each addressable device.
 
     Returns:
-        Device to bytes. An array that shares a buffer with another counts twice.
+        Device to bytes. A buffer that several arrays share counts once: views, and the single-device arrays that JAX
+        makes of an array's shards when it is read or moved.
     """
-    totals: dict[Any, int] = {}
+    buffers: dict[tuple[Any, int], int] = {}
     for array in jax.live_arrays():
-        # Not through addressable_shards, which makes arrays of their own that the next call would count.
         size = shard_bytes(array.shape, array.dtype, array.sharding)
-        for device in array.sharding.addressable_devices:
-            totals[device] = totals.get(device, 0) + size
+        for shard in array.addressable_shards:
+            buffers[shard.device, shard.data.unsafe_buffer_pointer()] = size
+    totals: dict[Any, int] = {}
+    for (device, _), size in buffers.items():
+        totals[device] = totals.get(device, 0) + size
     return totals
 
 

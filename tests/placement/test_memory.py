@@ -36,6 +36,10 @@ def test_live_bytes_grow_by_what_is_placed():
     array = jax.device_put(np.ones((80, 100), np.float32), NamedSharding(mesh, P("fsdp")))
     after = live_bytes_per_device()
     assert {after[device] - before.get(device, 0) for device in mesh.devices.flat} == {array.nbytes // 8}
+    shards = [shard.data for shard in array.addressable_shards]
+    view = jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh, P(("fsdp", "tensor"))), shards)
+    assert live_bytes_per_device() == after, "arrays that share memory take none"
+    del view
 
 
 def test_bytes_for_people():
