@@ -1,7 +1,8 @@
 """The legend of dimension letters and the names array types go by.
 
 `B` rows, `T` query tokens, `S` key tokens, `D` model width, `N` query heads, `K` key/value heads, `H` head width,
-`F` mlp width, `E` experts, `V` vocabulary, `P` SSM state, `C` chunk, `M` microbatches, `L` layers; never reused.
+`Hv` width of a value where it is another, `R` latent width, `F` mlp width, `E` experts, `V` vocabulary,
+`P` SSM state, `C` chunk, `M` microbatches, `L` layers; never reused.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ MODULES = (
     "dew.parallel",
     "dew.nn.attention",
     "dew.nn.embed",
+    "dew.nn.latent_attention",
     "dew.nn.linear",
     "dew.nn.masks",
     "dew.nn.mlp",

@@ -97,6 +97,7 @@ class Case:
     name: str
     dtype: str = "bfloat16"
     head_dim: int = 64
+    value_dim: int | None = None
     window: int | None = None
     chunk: int | None = None
     packed: bool = False
@@ -116,6 +117,7 @@ CASES = (
     Case("chunks", chunk=100),
     Case("softcap", softcap=20.0),
     Case("sinks", sinks=True),
+    Case("narrower values", head_dim=128, value_dim=64),
 )
 
 
@@ -129,13 +131,17 @@ def _call(case: Case, length: int) -> tuple[tuple[Any, ...], Any, Any, Any]:
 
     keys = jax.random.split(jax.random.key(0), 4)
     query = jax.random.normal(keys[0], (2, length, 8, case.head_dim), case.dtype)
-    key, value = (jax.random.normal(k, (2, 4, length, case.head_dim), case.dtype) for k in keys[1:3])
+    widths = case.head_dim, case.value_dim or case.head_dim
+    key, value = (
+        jax.random.normal(k, (2, 4, length, width), case.dtype) for k, width in zip(keys[1:3], widths, strict=True)
+    )
     segments = jnp.sort(jax.random.randint(keys[3], (2, length), 1, 6), axis=1) if case.packed else None
     visibility = consecutive_visibility(
         length, length, query_segments=segments, key_segments=segments, window=case.window, chunk=case.chunk
     )
     sinks = jnp.linspace(-1.0, 2.0, 8) if case.sinks else None
-    return (query, key, value), visibility, sinks, AttentionCall.of(query, key, visibility, case.softcap, sinks)
+    call = AttentionCall.of(query, key, visibility, case.softcap, sinks, value_dim=widths[1])
+    return (query, key, value), visibility, sinks, call
 
 
 def _gradient(case: Case, visibility: Any, sinks: Any, implementation: str) -> Callable[..., Any]:

@@ -8,6 +8,10 @@ from transformers import (
     BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -98,6 +102,21 @@ PHI3_ROPE = {
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # theirs lie outside the vocabulary
 SCAN = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_expand": 1, "mamba_chunk_size": 16}
 HYBRID = NARROW | SCAN | {"vocab_size": 64, "num_hidden_layers": 4}
+# Few numbers: a latent of 12 and a shared key of 4, values of another width than keys, which each config says.
+LATENT = {
+    **LAYER_NORMED,
+    **NO_TOKENS,
+    "vocab_size": 64,
+    "intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "moe_intermediate_size": 6,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+LATENT_YARN = YARN | {"rope_theta": 100.0, "mscale": 1.2, "mscale_all_dim": 0.8}
 GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 FIXTURES = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
@@ -346,6 +365,51 @@ FIXTURES = {
             residual_multiplier=0.5,
             attention_multiplier=0.2,
             tie_word_embeddings=True,
+        ),
+    ),
+    "deepseek_v2": (
+        DeepseekV2ForCausalLM,
+        lambda: DeepseekV2Config(
+            **LATENT,
+            q_lora_rank=16,
+            qk_nope_head_dim=6,
+            v_head_dim=8,
+            attention_bias=True,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+            routed_scaling_factor=4.0,
+            rope_parameters=LATENT_YARN,
+        ),
+    ),
+    "deepseek_v2_lite": (
+        DeepseekV2ForCausalLM,
+        lambda: DeepseekV2Config(
+            **LATENT | {"first_k_dense_replace": 2},
+            q_lora_rank=None,
+            qk_nope_head_dim=6,
+            v_head_dim=12,
+            mlp_bias=True,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            rope_parameters=PLAIN,
+        ),
+    ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        lambda: DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=16,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+            routed_scaling_factor=2.5,
+            rope_parameters=LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         ),
     ),
 }

@@ -68,7 +68,10 @@ LARGEST_ROUNDING = 2e-6
 SMALLEST_MARGIN = 2e-3
 
 
-SHARPENED = tuple(f"{name}.weight" for name in ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn"))
+SHARPENED = tuple(
+    f"{name}.weight"
+    for name in ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn", "q_b_proj", "kv_a_proj_with_mqa")
+)
 
 
 ROUTERS = ("gate.weight", "router.weight")
@@ -77,7 +80,8 @@ ROUTERS = ("gate.weight", "router.weight")
 def randomise(model, generator, sharpness):
     """Draw weights whose norms are far from one, whose biases are not zero, and whose attention is peaked."""
     gemma = model.config.model_type.startswith("gemma")
-    for name, weight in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, weight in [*model.named_parameters(), *biases]:
         draw = torch.randn(weight.shape, generator=generator)
         if name.endswith("A_log"):
             value = 0.5 * draw - 1.0  # slow decays, so that a row remembers its beginning
@@ -178,16 +182,30 @@ def margin(model, tokens):
     margins = [math.inf]
 
     def measure(module, _, result):
-        ranked = result[0].sort(dim=-1, descending=True).values
-        margins.append((ranked[:, module.top_k - 1] - ranked[:, module.top_k]).min().item())
+        for scores, count in choices(module, result[0]):
+            ranked = scores.sort(dim=-1, descending=True).values
+            margins.append((ranked[:, count - 1] - ranked[:, count]).min().item())
 
-    routers = [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
+    routers = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
     handles = [each.register_forward_hook(measure) for each in routers]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
         handle.remove()
     return min(margins)
+
+
+def choices(router, logits):
+    """List what a router chooses among and how many: experts, or groups of them and the experts in those chosen."""
+    bias = getattr(router, "e_score_correction_bias", None)
+    scores = logits if bias is None else logits.sigmoid() + bias
+    groups, count = (getattr(router, name, None) or 1 for name in ("num_group", "topk_group"))
+    if groups == count:
+        return [(scores, router.top_k)]
+    grouped = scores.view(len(scores), groups, -1)
+    best = grouped.max(dim=-1).values if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)
+    is_open = torch.zeros_like(best).scatter(1, best.topk(count, dim=-1).indices, 1.0).bool()
+    return [(best, count), (grouped.masked_fill(~is_open[:, :, None], -1e9).flatten(1), router.top_k)]
 
 
 def in_bfloat16(kind, config, directory, tokens):

@@ -1,7 +1,7 @@
 """Scaled dot-product attention on one device, with grouped key/value heads.
 
-Entry points: `attention`; `partial_attention` and `merge` for keys that come in pieces; `with_sinks`. `Visibility` says
-which keys a query reads.
+Entry points: `attention`; `partial_attention` and `merge` for keys that come in pieces; `with_sinks`; `one_width` where
+values are wider or narrower than keys. `Visibility` says which keys a query reads.
 """
 
 import jax
@@ -19,6 +19,7 @@ __all__ = [
     "attention",
     "consecutive_visibility",
     "merge",
+    "one_width",
     "partial_attention",
     "with_sinks",
 ]
@@ -27,14 +28,14 @@ __all__ = [
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     *,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N Hv"]:
     """Mix the values of the visible keys by the softmax of their scaled products with the query.
 
     Query head n reads key/value head n // (N // K). The softmax is float32 whatever the inputs are. A query that
@@ -43,7 +44,7 @@ def attention(
     Args:
         query: Rotated queries.
         key: Rotated keys, heads before slots as the cache stores them.
-        value: Values, likewise.
+        value: Values, likewise; their width may be another than that of the keys.
         visibility: Which keys each query reads.
         scale: Factor on the products, usually H ** -0.5.
         softcap: Bound c of the logits, c * tanh(logit / c); None leaves them.
@@ -58,27 +59,61 @@ def attention(
             cannot run the call.
     """
     _check_heads(query, key)
-    kernel = attention_choice(AttentionCall.of(query, key, visibility, softcap, sinks), implementation).kernel
-    if kernel == "cudnn":
-        return cudnn_attention(query, key, value, visibility, scale)
-    if kernel == "tpu":
-        from dew.kernels.attention_tpu import tpu_attention  # Pallas takes half a second to import
-
-        return tpu_attention(query, key, value, visibility, scale, softcap, sinks)
+    call = AttentionCall.of(query, key, visibility, softcap, sinks, value_dim=value.shape[-1])
+    kernel = attention_choice(call, implementation).kernel
+    if kernel != "xla":
+        mixed = _compiled(kernel, *one_width(query, key, value), visibility, scale, softcap, sinks)
+        return mixed[..., : value.shape[-1]]
     dtype = query.dtype if sinks is None else jnp.dtype(jnp.float32)
     mixed, logsumexp = xla_attention(query, key, value, visibility, scale, softcap, dtype)
     return mixed if sinks is None else with_sinks(mixed, logsumexp, sinks).astype(query.dtype)
 
 
+def _compiled(
+    kernel: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """Run a kernel that takes heads of one width."""
+    if kernel == "cudnn":
+        return cudnn_attention(query, key, value, visibility, scale)
+    from dew.kernels.attention_tpu import tpu_attention  # Pallas takes half a second to import
+
+    return tpu_attention(query, key, value, visibility, scale, softcap, sinks)
+
+
+def one_width(
+    query: Float[Array, "... H"], key: Float[Array, "... H"], value: Float[Array, "... Hv"]
+) -> tuple[Array, Array, Array]:
+    """Fill up the narrower of keys (with their queries) and values with zeros, which change no product and no mixture.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values; the first `value.shape[-1]` columns of what is then mixed are theirs.
+    """
+    width = max(key.shape[-1], value.shape[-1])
+
+    def filled(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if x.shape[-1] < width else x
+
+    return filled(query), filled(key), filled(value)
+
+
 def partial_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     *,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend to some of the keys; `merge` joins the results of disjoint keys to attention over all of them.
 
     Args:

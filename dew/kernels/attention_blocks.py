@@ -56,12 +56,12 @@ class _Block(NamedTuple):
 def blockwise_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     visibility: Visibility,
     scale: float,
     softcap: float | None,
     dtype: jnp.dtype,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Mix values and give the log-sum-exp of the logits, as `dew.kernels.attention_xla.xla_attention` does.
 
     Differentiable in reverse mode, in both results.
@@ -77,13 +77,13 @@ def _attention(query, key, value, slots, limits):
 
 
 def _forward(query, key, value, slots, limits):
-    B, T, N, H = query.shape
+    B, T, N, _ = query.shape
     K = key.shape[1]
     rows, keys = _query_blocks(slots, limits), _key_blocks(key, value, slots)
     start = (
         jnp.full((B, K, N // K, QUERY_BLOCK), MASKED / 2, jnp.float32),
         jnp.zeros((B, K, N // K, QUERY_BLOCK), jnp.float32),
-        jnp.zeros((B, K, N // K, QUERY_BLOCK, H), jnp.float32),
+        jnp.zeros((B, K, N // K, QUERY_BLOCK, value.shape[-1]), jnp.float32),
     )
 
     def of_queries(_, block):

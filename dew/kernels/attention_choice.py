@@ -47,7 +47,7 @@ class AttentionCall:
         num_keys: Keys S of a row.
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
-        head_dim: Width of a head.
+        head_dim: Width of a head; where values have another than keys, the larger, to which compiled kernels get both.
         dtype: Dtype of queries, keys and values.
         window: Slots a query reads; None means all before it.
         chunk: Length of the blocks a query reads its own of; None means all.
@@ -76,9 +76,15 @@ class AttentionCall:
 
     @classmethod
     def of(
-        cls, query: Array, key: Array, visibility: Visibility, softcap: float | None = None, sinks: Any = None
+        cls,
+        query: Array,
+        key: Array,
+        visibility: Visibility,
+        softcap: float | None = None,
+        sinks: Any = None,
+        value_dim: int = 0,
     ) -> AttentionCall:
-        """Describe the operands of `dew.kernels.attention.attention`."""
+        """Describe the operands of `dew.kernels.attention.attention`; `value_dim` where values are not as keys."""
         rows, num_queries, num_heads, head_dim = query.shape
         return cls(
             rows=rows,
@@ -86,7 +92,7 @@ class AttentionCall:
             num_keys=key.shape[2],
             num_heads=num_heads,
             num_kv_heads=key.shape[1],
-            head_dim=head_dim,
+            head_dim=max(head_dim, value_dim),
             dtype=jnp.dtype(query.dtype).name if query.dtype == key.dtype else "mixed",
             window=visibility.window,
             chunk=visibility.chunk,

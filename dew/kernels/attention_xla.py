@@ -18,12 +18,12 @@ DENSE_QUERIES = 512
 def xla_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     visibility: Visibility,
     scale: float,
     softcap: float | None,
     dtype: jnp.dtype,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Mix values and give the log-sum-exp of the logits; differentiable in both.
 
     Returns:
@@ -48,14 +48,14 @@ def _dense(query, key, value, visibility, scale, softcap, dtype):
     weights = weights.astype(value.dtype)
     logsumexp = jnp.moveaxis(logsumexp[..., 0], 3, 1).reshape(B, T, N)
     if dtype != value.dtype:
-        return wide_einsum("BKGTS,BKSH->BTKGH", weights, value).astype(dtype).reshape(B, T, N, H), logsumexp
+        return wide_einsum("BKGTS,BKSH->BTKGH", weights, value).astype(dtype).reshape(B, T, N, -1), logsumexp
     if T == 1:
         # einsum would have XLA transpose the cached values at every token; in this order it reads them as they lie.
         batch = (((3,), (2,)), ((0, 1), (0, 1)))
         weights = weights.reshape(B, K, N // K, -1)
         mixed_BKGH = jax.lax.dot_general(weights, value, batch)
-        return mixed_BKGH.reshape(B, T, N, H), logsumexp
-    return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, H), logsumexp
+        return mixed_BKGH.reshape(B, T, N, -1), logsumexp
+    return jnp.einsum("BKGTS,BKSH->BTKGH", weights, value).reshape(B, T, N, -1), logsumexp
 
 
 def _in_reach(num_queries, key, value, visibility):

@@ -82,6 +82,11 @@ class AttentionSpec:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def rotary_dim(self) -> int:
+        """Width that the rotary tables are for."""
+        return self.head_dim
+
+    @property
     def cache_shape(self) -> KeyValueShape:
         """What a cache keeps for the layer."""
         return KeyValueShape(num_heads=self.num_kv_heads, head_dim=self.head_dim)

@@ -15,6 +15,7 @@ from dew.kernels.attention_choice import Accelerator, AttentionCall, accelerator
 from dew.nn.attention import AttentionSpec
 from dew.nn.cache import KEY_VALUE_NAMES
 from dew.nn.exchange_report import exchange_report
+from dew.nn.latent_attention import LatentAttentionSpec, attention_form
 from dew.parallel.exchange import QUERY_NAMES
 from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
 
@@ -78,30 +79,35 @@ def attention_report(
 
 
 def cache_report(module: Any, *, mesh: Any) -> list[str]:
-    """Say which keys and values decoding keeps more than once: those of heads that do not divide the tensor axis.
+    """Say what decoding keeps more than once: latents, and keys and values of heads that do not divide the tensor axis.
 
     Args:
         module: A `CausalTransformer`.
         mesh: The concrete or planned mesh it decodes on.
 
     Returns:
-        A line per number of key/value heads that stay whole; none where every device keeps its own heads.
+        A line per number of key/value heads that stay whole, and one for latents; none where every device keeps its
+        own heads.
     """
     tensor = mesh.shape.get("tensor", 1)
-    kept: dict[int, int] = {}
-    for spec, count in _attention_kinds(module):
-        if tensor > 1 and _shards(mesh, KEY_VALUE_NAMES, (count, 1, spec.num_kv_heads, 1, spec.head_dim))[2] == 1:
-            kept[spec.num_kv_heads] = kept.get(spec.num_kv_heads, 0) + count
+    kept: collections.Counter[tuple[str, str]] = collections.Counter()
+    for spec in (layer.mixer for layer in module.layers) if tensor > 1 else ():
+        if isinstance(spec, LatentAttentionSpec):
+            kept["latents without heads", "latents"] += 1
+        elif isinstance(spec, AttentionSpec):
+            heads = spec.num_kv_heads
+            if _shards(mesh, KEY_VALUE_NAMES, (1, 1, heads, 1, spec.head_dim))[2] == 1:
+                kept[f"{heads} key/value head{'s' if heads > 1 else ''}", "keys and values"] += 1
     return [
-        f"cache of {count} layer{'s' if count > 1 else ''}: {heads} key/value head{'s' if heads > 1 else ''} over "
-        f"tensor={tensor}: each of the {tensor} devices of a group keeps all keys and values of its rows, once"
-        for heads, count in kept.items()
+        f"cache of {count} layer{'s' if count > 1 else ''}: {what} over tensor={tensor}: each of the {tensor} devices "
+        f"of a group keeps all {kind} of its rows, once"
+        for (what, kind), count in kept.items()
     ]
 
 
 def _attention_kinds(module: Any) -> list[tuple[AttentionSpec, int]]:
-    mixers = [layer.mixer for layer in module.layers]
-    return list(collections.Counter(spec for spec in mixers if isinstance(spec, AttentionSpec)).items())
+    forms = [attention_form(layer.mixer) for layer in module.layers]
+    return list(collections.Counter(spec for spec in forms if spec is not None).items())
 
 
 def _shards(mesh: Any, names: tuple[str | None, ...], shape: tuple[int, ...]) -> list[int]:

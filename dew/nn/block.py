@@ -12,8 +12,9 @@ from flax import struct
 from dew.arrays import Array, Bool, Float, Int
 from dew.kernels.attention import Implementation, Visibility
 from dew.nn.attention import AttentionSpec, SelfAttention
-from dew.nn.cache import LayerCache, LayerState
+from dew.nn.cache import LayerCache, LayerLatents, LayerState
 from dew.nn.embed import scaled
+from dew.nn.latent_attention import LatentAttention, LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2, Mamba2Spec
 from dew.nn.mlp import Mlp, MlpSpec
 from dew.nn.moe import Experts, ExpertsSpec
@@ -55,7 +56,7 @@ class LayerSpec:
         residual_in_float32: Whether the residual stream is float32 whatever the compute dtype is (Mamba).
     """
 
-    mixer: AttentionSpec | Mamba2Spec
+    mixer: AttentionSpec | LatentAttentionSpec | Mamba2Spec
     mlp: MlpSpec | ExpertsSpec | None
     norm: NormSpec
     placement: Placement = "pre"
@@ -73,10 +74,10 @@ class LayerSpec:
         """The mixer of a block that attends.
 
         Raises:
-            ValueError: If the block has another mixer.
+            ValueError: If the block has another mixer: none that attends, or one that attends by latents.
         """
         if not isinstance(self.mixer, AttentionSpec):
-            raise ValueError(f"the block does not attend. Received: mixer={self.mixer!r}")
+            raise ValueError(f"the block has no AttentionSpec. Received: mixer={self.mixer!r}")
         return self.mixer
 
     @property
@@ -140,7 +141,8 @@ class DecoderLayer(nn.Module):
         if isinstance(spec.mixer, Mamba2Spec):
             self.mamba = Mamba2(self.features, spec.mixer, dtype)
         else:
-            self.self_attn = SelfAttention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
+            attention: Any = LatentAttention if isinstance(spec.mixer, LatentAttentionSpec) else SelfAttention
+            self.self_attn = attention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp: Any = Experts(self.features, spec.mlp, dtype)
         elif spec.mlp is not None:
@@ -153,8 +155,8 @@ class DecoderLayer(nn.Module):
         x: Float[Array, "B T D"],
         around: Surroundings,
         rotary: Tables | None = None,
-        cache: LayerCache | LayerState | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | LayerState | None, Routing | None]:
+        cache: LayerCache | LayerLatents | LayerState | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | LayerLatents | LayerState | None, Routing | None]:
         """Apply the block.
 
         Args:

@@ -1,8 +1,8 @@
 """What a model keeps of the tokens already read, for decoding token by token.
 
-Entry points: `Cache`, what a caller holds; a bank for each kind of layer state, `KeyValueBank` and `ScanBank`; one
-layer's window on a bank, `LayerCache` and `LayerState`. Rows are left-padded, so one cursor serves them all. Nothing
-is mutated: each call returns the next cache, which XLA updates in place.
+Entry points: `Cache`, what a caller holds; a bank for each kind of layer state, `KeyValueBank`, `LatentBank` and
+`ScanBank`; one layer's window on a bank, `LayerCache`, `LayerLatents` and `LayerState`. Rows are left-padded, so one
+cursor serves them all. Nothing is mutated: each call returns the next cache, which XLA updates in place.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ KEY_VALUE_NAMES = ("layers", "activation_batch", "activation_kv", None, None)
 """Names of a bank's keys and values, [L, B, K, S, H]: heads before slots, so that decoding transposes nothing."""
 SLOT_DIM = 3
 """Which dimension of keys and values counts slots."""
+LATENT_NAMES = ("layers", "activation_batch", None, None)
+"""Names of a bank's latents, [L, B, S, R]: no heads to split, so every device of a tensor axis holds them all."""
 
 
 class Cache(struct.PyTreeNode):
@@ -31,7 +33,7 @@ class Cache(struct.PyTreeNode):
         valid: Slots that hold a real token rather than padding, [B, S].
     """
 
-    banks: tuple["KeyValueBank | ScanBank", ...]
+    banks: tuple["KeyValueBank | LatentBank | ScanBank", ...]
     index: Int[Array, ""]
     valid: Bool[Array, "B S"]
 
@@ -90,6 +92,46 @@ class KeyValueBank(struct.PyTreeNode):
     def window(self, layer: Int[Array, ""] | int, index: Int[Array, ""]) -> "LayerCache":
         """Open the window of one layer whose next token goes to slot `index`."""
         return LayerCache(self, layer, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """What a layer of latent attention keeps; layers that keep the same share a bank.
+
+    Attributes:
+        rank: Width of the latent that keys and values are expanded from.
+        rotary_dim: Width of the rotated key that all heads share.
+    """
+
+    rank: int
+    rotary_dim: int
+
+    def empty(self, layers: int, batch: int, length: int, dtype: Any) -> "LatentBank":
+        """Make a bank that holds no token; arguments as `empty_cache`'s."""
+        shape = (layers, batch, length, self.rank + self.rotary_dim)
+        return LatentBank(constrain(jnp.zeros(shape, dtype), LATENT_NAMES))
+
+
+class LatentBank(struct.PyTreeNode):
+    """Latents of the layers with like latent attention.
+
+    Attributes:
+        latents: A token's normalised latent and, behind it, its rotated shared key, [L, B, S, R].
+    """
+
+    latents: Float[Array, "L B S R"]
+
+    def logical_names(self) -> Any:
+        """Give the same tree with logical names in place of arrays."""
+        return self.replace(latents=LATENT_NAMES)
+
+    def with_slots(self, moved: Callable[[Array, int], Array]) -> "LatentBank":
+        """Apply a function of (array, dimension of the slots) to all that has a slot for each token."""
+        return LatentBank(moved(self.latents, LATENT_NAMES.index(None)))
+
+    def window(self, layer: Int[Array, ""] | int, index: Int[Array, ""]) -> "LayerLatents":
+        """Open the window of one layer whose next token goes to slot `index`."""
+        return LayerLatents(self, layer, index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,14 +205,18 @@ class ScanBank(struct.PyTreeNode):
         return LayerState(self, layer)
 
 
-def empty_cache(kinds: tuple[tuple[KeyValueShape | ScanShape, int], ...], batch: int, length: int, dtype: Any) -> Cache:
+LayerShape = KeyValueShape | LatentShape | ScanShape
+"""What a layer keeps, by its kind of mixer."""
+
+
+def empty_cache(kinds: tuple[tuple[LayerShape, int], ...], batch: int, length: int, dtype: Any) -> Cache:
     """Make a cache that holds no token.
 
     Args:
         kinds: For each bank what its layers keep, and how many layers it has.
         batch: Rows.
         length: Slots a row has: prompt and new tokens, padding included.
-        dtype: Dtype of keys and values.
+        dtype: Dtype of keys, values and latents.
 
     Returns:
         The cache, placed by its logical names when a mesh is in context.
@@ -217,6 +263,33 @@ class LayerCache(struct.PyTreeNode):
         start = (self.layer, 0, 0, self.index, 0)
         stored = constrain(jax.lax.dynamic_update_slice(stored, block, start), KEY_VALUE_NAMES)
         return stored, stored[self.layer]
+
+
+class LayerLatents(struct.PyTreeNode):
+    """One latent attention layer's window on its bank.
+
+    Attributes:
+        bank: The bank.
+        layer: Which layer of the bank.
+        index: Slot of the first new token.
+    """
+
+    bank: LatentBank
+    layer: Int[Array, ""] | int
+    index: Int[Array, ""]
+
+    def append(self, latents: Float[Array, "B T R"]) -> tuple["LayerLatents", Float[Array, "B S R"]]:
+        """Write what new tokens leave behind at the cursor.
+
+        Args:
+            latents: Their latents and shared keys.
+
+        Returns:
+            The window after the write, and those of all of the layer's slots.
+        """
+        block, start = latents[None].astype(self.bank.latents.dtype), (self.layer, 0, self.index, 0)
+        stored = constrain(jax.lax.dynamic_update_slice(self.bank.latents, block, start), LATENT_NAMES)
+        return self.replace(bank=LatentBank(stored)), stored[self.layer]
 
 
 class LayerState(struct.PyTreeNode):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention import AttentionSpec
+from dew.nn.latent_attention import attention_form
 from dew.nn.mamba2 import GROUP_NAMES, HEAD_NAMES, Mamba2Spec
 from dew.parallel.choice import choose_exchange, exchange_refusal
 from dew.parallel.exchange import AXIS, placed_sizes
@@ -118,8 +119,8 @@ def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:
     """Count the layers of each kind; none where no positions are split."""
     if mesh.shape.get(AXIS, 1) > 1:
         mixers = [layer.mixer for layer in getattr(module, "layers", ())]
-        known = [spec for spec in mixers if isinstance(spec, AttentionSpec | Mamba2Spec)]
-        yield from collections.Counter(known).items()
+        known = [spec if isinstance(spec, Mamba2Spec) else attention_form(spec) for spec in mixers]
+        yield from collections.Counter(spec for spec in known if spec is not None).items()
 
 
 def _sizes(module: Any, spec: AttentionSpec, mesh: Any, rows: int, length: int, packed: bool) -> AttentionSizes:

@@ -247,11 +247,18 @@ def _yarn(theta: float, plain: np.ndarray, scaling: YarnScaling, width: int) -> 
 
 
 def _yarn_factor(scaling: YarnScaling) -> float:
-    def sharpening(coefficient: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * coefficient * math.log(scaling.factor) + 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return sharpening(scaling.mscale) / sharpening(scaling.mscale_all_dim)
-    return sharpening(1.0)
+        return yarn_sharpening(scaling, scaling.mscale) / yarn_sharpening(scaling, scaling.mscale_all_dim)
+    return yarn_sharpening(scaling, 1.0)
+
+
+def yarn_sharpening(scaling: YarnScaling, coefficient: float) -> float:
+    """Compute 0.1 c ln(factor) + 1, what a longer context multiplies queries and keys by (section 3.4 of the paper).
+
+    Args:
+        scaling: The scaling.
+        coefficient: The coefficient c.
+    """
+    return 1.0 if scaling.factor <= 1 else 0.1 * coefficient * math.log(scaling.factor) + 1.0

@@ -25,14 +25,14 @@ KEY_NAMES = ("activation_batch", "activation_kv", None, None)
 def sharded_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
     *,
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N Hv"]:
     """Attend within rows that a mesh splits, with heads that it splits; arguments as `attention`'s.
 
     Raises:
@@ -51,7 +51,7 @@ def sharded_attention(
     picks = by_query[2] is not None and by_key[1] != by_query[2]
     if by_key[1] != by_query[2]:
         by_key = (by_key[0], None, None, None)
-    call = AttentionCall.of(query, key, visibility, softcap, sinks).part(
+    call = AttentionCall.of(query, key, visibility, softcap, sinks, value_dim=value.shape[-1]).part(
         _shards(mesh, by_query[0]), _shards(mesh, by_query[2])
     )
     if not picks and attention_choice(call, implementation).kernel == "xla":

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import Implementation, Visibility
+from dew.kernels.attention import Implementation, Visibility, one_width
 from dew.parallel.attention_kernel import own_kv_heads
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
 from dew.parallel.banded import banded_attention
@@ -47,7 +47,7 @@ def splits_positions(mesh: Any) -> bool:
 def sequence_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"],
     *,
     visibility: Visibility,
     scale: float,
@@ -55,7 +55,7 @@ def sequence_attention(
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
     sequence_impl: SequenceImplementation = "auto",
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N Hv"]:
     """Attend within rows whose positions are split over the mesh in context.
 
     The code is manual over all mesh axes: rows over those of the batch, heads over tensor, positions over sequence.
@@ -64,7 +64,7 @@ def sequence_attention(
     Args:
         query: Rotated queries.
         key: Rotated keys.
-        value: Values.
+        value: Values; where their width is not that of the keys, the narrower are sent as wide as the wider.
         visibility: Segments and window of whole rows, as `dew.nn.masks.causal_visibility` gives them.
         scale: Factor on the logits.
         softcap: Bound of the logits; None leaves them.
@@ -80,7 +80,8 @@ def sequence_attention(
             lengths that work.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    segments = visibility.query_segments
+    segments, value_dim = visibility.query_segments, value.shape[-1]
+    query, key, value = one_width(query, key, value)
     sizes = placed_sizes(
         mesh,
         query.shape,
@@ -111,7 +112,7 @@ def sequence_attention(
 
     by_query, by_key = PartitionSpec(rows, positions, heads), PartitionSpec(rows, positions, kv_heads)
     of_rows = PartitionSpec() if segments is None or segments.shape[0] == 1 else PartitionSpec(rows)
-    return jax.shard_map(
+    mixed = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=(by_query, by_key, by_key, of_rows, PartitionSpec(heads)),
@@ -119,6 +120,7 @@ def sequence_attention(
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
     )(query, key, value, segments, sinks)
+    return mixed[..., :value_dim]
 
 
 def placed_sizes(mesh: Any, shape: tuple[int, ...], num_kv_heads: int, dtype: Any, **facts: Any) -> AttentionSizes:

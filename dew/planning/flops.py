@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.moe import ExpertsSpec
 from dew.planning.hlo import Instruction, Trips, array_shapes, computations, running_instructions
 from dew.tree import named_leaves
@@ -113,7 +114,8 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
     token (https://arxiv.org/abs/2001.08361, section 2.1). The table counts as the head that scores the vocabulary; a
     lookup multiplies nothing. Of a layer's experts each token reads top_k, whose three matrices count for it; a dense
     dispatch, which computes every expert for every token, would do num_experts / top_k times as many. Each query and
-    key meet twice forward and four times backward, hidden pairs included: 12 H a pair and query head.
+    key meet once forward and twice backward, and so do the pair's weight and value, hidden pairs included: 12 H a pair
+    and query head, 6 (H + the value's width) where latents are expanded.
 
     Args:
         module: A `CausalTransformer`.
@@ -130,7 +132,14 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
         for path, leaf in named_leaves(variables["params"]).items()
         if path.endswith(("kernel", "embedding")) and not path.startswith(tables)
     )
-    pairs = sum(spec.attention.num_heads * spec.attention.head_dim for spec in module.layers) * length
+    pairs = sum(_pair_products(spec) for spec in module.layers) * length
     experts = [layer.mlp for layer in module.layers if isinstance(layer.mlp, ExpertsSpec)]
     weights += sum(3 * spec.router.top_k * module.features * spec.features for spec in experts)
-    return 6 * rows * length * (weights + 2 * pairs)
+    return 6 * rows * length * (weights + pairs)
+
+
+def _pair_products(layer: Any) -> int:
+    """Count the products of one query and key in all heads, and of its weight and the value."""
+    if isinstance(layer.mixer, LatentAttentionSpec):
+        return layer.mixer.num_heads * (layer.mixer.qk_head_dim + layer.mixer.v_head_dim)
+    return 2 * layer.attention.num_heads * layer.attention.head_dim

@@ -5,6 +5,7 @@ Entry points: `load_pretrained`, `describe`. Everything that can be refused is r
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
+from dew.pretrained.block_scales import BlockScaledSource, block_scales
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
 from dew.pretrained.families.fields import MAX_LAYERS, Fields
@@ -33,7 +35,7 @@ from dew.pretrained.recipe import Recipe, check_coverage, recipes
 from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
 from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
 from dew.pretrained.torch_pickle import open_pickled
-from dew.tree import closest, named_leaves, nested
+from dew.tree import closest, matches, named_leaves, nested
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -186,6 +188,7 @@ def describe(
         config, tokenizer, generation_config = _describe_directory(path)
         open_source = functools.partial(_open_directory, source, path, allow_pickle=allow_pickle)
         stored_dtype = _stored_dtype(config, path)
+        config, open_source = _scaled(config, open_source, stored_dtype if dtype is None else dtype, source)
     family = family_of(config, source)
     if family.unpacked is not None:
         open_source = functools.partial(_open_unpacked, open_source, family.unpacked, source)
@@ -250,7 +253,7 @@ def load_variables(
     source = described.open_source()
     try:
         source = canonical_names(source, {name for recipe in todo for name in recipe.sources}, described.source)
-        ignorable = described.family.ignorable
+        ignorable = (*described.family.ignorable, *_left_out(described, source))
         if module.tie_embeddings:
             ignorable = (*ignorable, *_tied_head(source, todo, described.family, described.source))
         check_coverage(todo, source, ignorable, described.source)
@@ -297,9 +300,23 @@ def compute_dtype(dtype: Any) -> str:
     return name
 
 
+def _left_out(described: PretrainedConfig, source: TensorSource) -> tuple[str, ...]:
+    """Say which tensors of parts that are not computed here a load passes over; gives the globs of all such."""
+    globs = described.family.left_out(described.config)
+    present = [glob for glob in globs if any(matches(name, (glob,)) for name in source.names())]
+    if present:
+        warnings.warn(
+            f"{described.source}: the tensors {', '.join(present)} are left out. They belong to layers that predict "
+            "tokens after the next one, which are not computed here; the logits of the next token do not depend on "
+            "them, and what is saved from here has none.",
+            stacklevel=3,
+        )
+    return globs
+
+
 def _check_depth(config: dict[str, Any], where: object) -> None:
     """Refuse a number of layers that no model has, before a list of them is made."""
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"):
         if type(config.get(name)) is int and config[name] > MAX_LAYERS:
             raise CheckpointError(f"{where}: {name}={config[name]}; at most {MAX_LAYERS} layers are read.")
 
@@ -367,6 +384,18 @@ def _open_unpacked(
     except CheckpointError:
         source.close()
         raise
+
+
+def _scaled(
+    config: dict[str, Any], open_source: Callable[[], TensorSource], dtype: Any, where: object
+) -> tuple[dict[str, Any], Callable[[], TensorSource]]:
+    """Where a config says that matrices are float8 in blocks, read them in `dtype`; what is loaded is not quantised."""
+    scales = block_scales(config, where)
+    if scales is None:
+        return config, open_source
+    config = {name: value for name, value in config.items() if name != "quantization_config"}
+    product_dtype = jnp.dtype(compute_dtype(dtype))
+    return config, lambda: BlockScaledSource(open_source(), scales, product_dtype, where)
 
 
 def _stored_dtype(config: dict[str, Any], path: Path) -> str:

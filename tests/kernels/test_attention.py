@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dew.kernels import attention_blocks, attention_xla
-from dew.kernels.attention import Visibility, attention, consecutive_visibility
+from dew.kernels.attention import Visibility, attention, consecutive_visibility, one_width
 from dew.nn.masks import cached_visibility, causal_visibility
 
 B, T, N, K, H = 2, 9, 4, 2, 8
@@ -189,6 +189,36 @@ def test_bfloat16_heads_have_a_float32_softmax():
     assert got.dtype == jnp.bfloat16
     # One rounding of the weights and one of the result; a softmax in bfloat16 is off by several times as much.
     np.testing.assert_allclose(got.astype(jnp.float32), by_loop(query, key, value, causal(), 1.0), atol=1.5e-2)
+
+
+@pytest.mark.parametrize("width", [3, 12])
+def test_values_of_another_width_are_those_columns_alone(monkeypatch, width):
+    query, key, value = heads(8)
+    value = jnp.concatenate([value, 2 * value], axis=-1)[..., :width]
+    visibility = causal_visibility(T)
+
+    def loss(query, key, value):
+        mixed = attention(query, key, value, visibility=visibility, scale=0.5)
+        assert mixed.shape == (B, T, N, width)
+        return jnp.sum(jnp.sin(mixed))
+
+    def by_columns(query, key, value):
+        columns = [jnp.broadcast_to(value[..., [column]], key.shape) for column in range(width)]
+        mixed = [attention(query, key, each, visibility=visibility, scale=0.5)[..., :1] for each in columns]
+        return sum(jnp.sum(jnp.sin(each)) for each in mixed)
+
+    want = jax.value_and_grad(by_columns, (0, 1, 2))(query, key, value)
+    filled = one_width(query, key, value)
+    assert {x.shape[-1] for x in filled} == {max(H, width)}
+    same = attention(*filled, visibility=visibility, scale=0.5)
+    np.testing.assert_allclose(
+        same[..., :width], attention(query, key, value, visibility=visibility, scale=0.5), rtol=1e-6
+    )
+    for size in (T, 4):
+        if size < T:
+            blocks(monkeypatch, size, 2)
+        got = jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_heads_that_do_not_share_evenly_are_refused():

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2Spec
 from tests.kernels import slow_ssd
 
@@ -64,6 +65,28 @@ def attention(spec, weights, x):
     return linear(weights["o_proj"], mixed, 2)
 
 
+def latent_attention(spec, weights, x):
+    def latent(name, rows):
+        return norm(spec.norm, weights[f"{name}_a_norm"], rows)
+
+    if spec.q_lora_rank is None:
+        query = linear(weights["q_proj"], x)
+    else:
+        query = linear(weights["q_b_proj"], latent("q", linear(weights["q_a_proj"], x)))
+    kept, fixed = linear(weights["kv_a_proj"], x), spec.qk_nope_head_dim
+    narrow = latent("kv", kept[:, : spec.kv_lora_rank])
+    key, value = linear(weights["k_b_proj"], narrow), linear(weights["v_b_proj"], narrow)
+    mixed = np.zeros(value.shape)
+    turned = [rotate(spec.rotary, row[None, spec.kv_lora_rank :], t)[0] for t, row in enumerate(kept)]
+    for t, head in np.ndindex(query.shape[:2]):
+        own = rotate(spec.rotary, query[t, head : head + 1, fixed:], t)[0]
+        logits = np.array([key[s, head] @ query[t, head, :fixed] + turned[s] @ own for s in range(t + 1)])
+        logits = logits / math.sqrt(spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        shares = np.exp(logits - logits.max())
+        mixed[t, head] = shares / shares.sum() @ value[: t + 1, head]
+    return linear(weights["o_proj"], mixed, 2)
+
+
 def mamba(spec, weights, x):
     silu, activation = ACTIVATIONS["silu"], ACTIVATIONS[spec.activation]
     gate, raw = linear(weights["gate_proj"], x), linear(weights["dt_proj"], x)
@@ -96,7 +119,8 @@ def layer(spec, weights, x):
     def mix(x):
         if isinstance(spec.mixer, Mamba2Spec):
             return spec.residual_scale * mamba(spec.mixer, weights["mamba"], x)
-        return spec.residual_scale * attention(spec.mixer, weights["self_attn"], x)
+        attend = latent_attention if isinstance(spec.mixer, LatentAttentionSpec) else attention
+        return spec.residual_scale * attend(spec.mixer, weights["self_attn"], x)
 
     def think(x):
         return spec.residual_scale * mlp(spec.mlp, weights["mlp"], x)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dew.nn.cache import KEY_VALUE_NAMES, SLOT_DIM, KeyValueShape, empty_cache
+from dew.nn.cache import KEY_VALUE_NAMES, LATENT_NAMES, SLOT_DIM, KeyValueShape, LatentShape, empty_cache
 
 L, B, K, S, H = 3, 2, 2, 7, 4
 HEADS = KeyValueShape(num_heads=K, head_dim=H)
@@ -21,6 +21,19 @@ def test_a_write_fills_its_layer_from_the_cursor_and_nothing_else():
     np.testing.assert_array_equal(keys, want[1])
     np.testing.assert_array_equal(values[:, :, 2:5].swapaxes(1, 2), value)
     np.testing.assert_array_equal(window.bank.keys, np.zeros_like(want))
+
+
+def test_a_token_of_latent_attention_takes_its_latent_and_its_shared_key_whatever_the_heads():
+    (bank,) = empty_cache(((LatentShape(rank=6, rotary_dim=2), L),), B, S, "float32").banks
+    assert [leaf.shape for leaf in jax.tree.leaves(bank)] == [(L, B, S, 8)]
+    assert bank.logical_names().latents == LATENT_NAMES
+    new = jax.random.normal(jax.random.key(0), (B, 3, 8))
+    after, seen = bank.window(1, jnp.int32(2)).append(new)
+    want = np.zeros((L, B, S, 8), np.float32)
+    want[1, :, 2:5] = new
+    np.testing.assert_array_equal(after.bank.latents, want)
+    np.testing.assert_array_equal(seen, want[1])
+    np.testing.assert_array_equal(after.bank.with_slots(lambda x, dim: jnp.roll(x, 1, dim)).latents[1, :, 3:6], new)
 
 
 def test_marks_follow_the_cursor():

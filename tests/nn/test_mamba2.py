@@ -240,7 +240,7 @@ def test_specs_that_mean_nothing_are_refused(fields, message):
 
 def test_a_block_says_what_it_is_not():
     layer = MODELS["mamba"][0]
-    with pytest.raises(ValueError, match=r"the block does not attend\. Received: mixer=Mamba2Spec"):
+    with pytest.raises(ValueError, match=r"the block has no AttentionSpec\. Received: mixer=Mamba2Spec"):
         _ = layer.attention
     with pytest.raises(ValueError, match=r"without an mlp has nothing in parallel\. Received: placement='parallel'"):
         dataclasses.replace(layer, placement="parallel")

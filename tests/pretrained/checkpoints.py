@@ -6,16 +6,19 @@ import struct
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid_experts", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
     *("gpt_neox", "gpt2", "starcoder2", "cohere2", "glm4"),
     *("mamba2", "bamba", "granitemoehybrid"),
     *SPARSE,
+    *LATENT,
 )
 UNTIED = (
     *("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4", "mamba2", "bamba"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *LATENT,
 )
 
 

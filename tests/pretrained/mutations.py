@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.attention import AttentionSpec
 from dew.nn.embed import EmbeddingSpec, HeadSpec
+from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.rope import RotarySpec
@@ -27,7 +28,7 @@ def with_attention(module, change):
     """The model with other attention in every layer; `change` gives the fields from the old spec."""
 
     def changed(layer):
-        if not isinstance(layer.mixer, AttentionSpec):
+        if not isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **change(layer.mixer)))
 
@@ -114,7 +115,9 @@ def head_norms_swapped(module, variables):
 
 
 def scaled_by_the_width(module, variables):
-    heads = next(layer.mixer for layer in module.layers if isinstance(layer.mixer, AttentionSpec)).num_kv_heads
+    mixers = (layer.mixer for layer in module.layers)
+    spec = next(spec for spec in mixers if isinstance(spec, AttentionSpec | LatentAttentionSpec))
+    heads = getattr(spec, "num_kv_heads", spec.num_heads)
     return with_attention(module, lambda spec: {"scale": (module.features / heads) ** -0.5}), variables
 
 
@@ -414,11 +417,83 @@ def shared_gates_swapped(module, variables):
     return module, view.stack({"params": params})
 
 
+def latents_changed(change):
+    """A mutation of the weights of every latent attention, given as a dict to change in place."""
+
+    def mutate(module, variables):
+        view = stack_view(module)
+        params = view.unstack(variables)["params"]
+        for index in range(len(module.layers)):
+            change(params[f"layers_{index}"]["self_attn"])
+        return module, view.stack({"params": params})
+
+    mutate.__name__ = change.__name__
+    return mutate
+
+
+@latents_changed
+def latent_scales_dropped(attention):
+    attention["kv_a_norm"] = {"scale": jnp.ones_like(attention["kv_a_norm"]["scale"])}
+
+
+@latents_changed
+def query_scales_dropped(attention):
+    attention["q_a_norm"] = {"scale": jnp.ones_like(attention["q_a_norm"]["scale"])}
+
+
+@latents_changed
+def shared_key_swapped(attention):
+    # The part that turns is read from the beginning of what a token leaves behind.
+    attention["kv_a_proj"] = {name: jnp.roll(leaf, 4, axis=-1) for name, leaf in attention["kv_a_proj"].items()}
+
+
+def latents_of_another_eps(module, variables):
+    return with_attention(module, lambda spec: {"norm": dataclasses.replace(spec.norm, eps=1e-2)}), variables
+
+
+def scaled_by_the_value(module, variables):
+    return with_attention(module, lambda spec: {"scale": spec.v_head_dim**-0.5}), variables
+
+
+def unsharpened_scale(module, variables):
+    return with_attention(module, lambda spec: {"scale": spec.qk_head_dim**-0.5}), variables
+
+
+def any_group(module, variables):
+    return with_experts(module, groups=1, top_groups=1), variables
+
+
+def groups_by_their_best(module, variables):
+    return with_experts(module, group_score="max"), variables
+
+
+def unscaled_experts(module, variables):
+    return with_experts(module, scale=1.0), variables
+
+
+def balance_ignored(module, variables):
+    def zeroed(path, leaf):
+        return jnp.zeros_like(leaf) if path[-1].key == "balance_bias" else leaf
+
+    return module, jax.tree_util.tree_map_with_path(zeroed, variables)
+
+
+def shared_perceptron_dropped(module, variables):
+    def zeroed(path, leaf):
+        return jnp.zeros_like(leaf) if "'shared'" in str(path) else leaf
+
+    return module, jax.tree_util.tree_map_with_path(zeroed, variables)
+
+
 EXPERTS = [one_expert_more, expert_gates_swapped, experts_reversed]
 EVERYWHERE = [theta_times_ten, eps_times_ten, norms_swapped, scaled_by_the_width]
 SCANS = [
     *(written_and_read_swapped, gate_and_values_swapped, taps_reversed, skips_dropped, decays_doubled),
     *(scales_of_scans_dropped, another_eps_of_scans),
+]
+LATENTS = [
+    *(halves_rotated, latent_scales_dropped, shared_key_swapped, latents_of_another_eps, scaled_by_the_value),
+    *(expert_gates_swapped, experts_reversed, shared_perceptron_dropped, one_expert_more),
 ]
 GEMMA = [unscaled_embeddings, scales_without_their_one]
 MUTATIONS = {
@@ -486,6 +561,13 @@ MUTATIONS = {
     + [unscaled_embeddings, unscaled_logits, unscaled_attention],
     "granitemoehybrid_experts": [*EXPERTS, weights_not_divided, shared_gates_swapped, gate_and_values_swapped]
     + [written_and_read_swapped, full_residuals, unscaled_attention],
+}
+MUTATIONS |= {
+    "deepseek_v2": [*LATENTS, query_scales_dropped, unsharpened_scale, unsharpened_rotary, unscaled_rotary, any_group]
+    + [unscaled_experts, weights_divided, biases_dropped],
+    "deepseek_v2_lite": [*LATENTS, weights_divided, biases_dropped],
+    "deepseek_v3": [*LATENTS, query_scales_dropped, unsharpened_scale, unscaled_rotary, any_group]
+    + [groups_by_their_best, unscaled_experts, weights_not_divided, balance_ignored],
 }
 WITHOUT = {
     "gpt_neox": [scaled_by_the_width],  # which is the width of a head

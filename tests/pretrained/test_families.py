@@ -378,7 +378,7 @@ def test_a_model_of_another_kind_is_not_written_as_these():
     llama = describe(FIXTURES / "llama").module
     with pytest.raises(ValueError, match="a Mamba-2 config has a scan alone in every layer"):
         export_config(llama, {"model_type": "mamba2"})
-    with pytest.raises(ValueError, match=r"llama: the block does not attend\. Received: mixer=Mamba2Spec"):
+    with pytest.raises(ValueError, match=r"llama: the block has no AttentionSpec\. Received: mixer=Mamba2Spec"):
         export_config(describe(FIXTURES / "mamba2").module, {"model_type": "llama"})
     alone = llama.clone(layers=tuple(dataclasses.replace(layer, mlp=None) for layer in llama.layers))
     message = r"the config has a perceptron in every layer\. Received: a layer with mlp=None"

@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.moe import ExpertsSpec
+from dew.nn.norm import NormSpec
+from dew.nn.rope import RotarySpec
 from dew.nn.router import RouterSpec
 from dew.objectives.language import LanguageModel
 from dew.placement import Layout, MeshSpec, build_mesh
@@ -41,6 +44,22 @@ def test_the_count_on_one_device_is_the_formula(alone):
 
 def test_it_is_the_formula_with_a_head_of_its_own_shared_heads_and_unrolled_layers():
     found, needed = step(None, kv_heads=2, tie_embeddings=False, scan_layers=False)
+    assert found.per_device == pytest.approx(needed, rel=0.02)
+
+
+def test_it_is_the_formula_where_keys_and_values_are_expanded_from_latents():
+    latents = LatentAttentionSpec(
+        num_heads=8,
+        kv_lora_rank=24,
+        q_lora_rank=32,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=4,
+        v_head_dim=40,
+        norm=NormSpec(eps=1e-6),
+        rotary=RotarySpec(theta=1e4),
+    )
+    layers = llama_like(**SHAPE, kv_heads=8).layers
+    found, needed = step(None, layers=tuple(dataclasses.replace(layer, mixer=latents) for layer in layers))
     assert found.per_device == pytest.approx(needed, rel=0.02)
 
 

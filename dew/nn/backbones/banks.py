@@ -142,5 +142,5 @@ def _example_input(part: nn.Module) -> tuple[Any, ...]:
     if not isinstance(part, DecoderLayer):
         return (x,)
     mixer = part.spec.mixer
-    tables = rotary_tables(mixer.rotary, mixer.head_dim, jnp.zeros((1, 1), jnp.int32)) if mixer.rotary else None
+    tables = rotary_tables(mixer.rotary, mixer.rotary_dim, jnp.zeros((1, 1), jnp.int32)) if mixer.rotary else None
     return x, Surroundings(causal_visibility(1)), tables

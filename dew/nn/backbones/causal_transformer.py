@@ -28,7 +28,7 @@ from dew.nn.backbones.staging import (
     staged_segment,
 )
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
-from dew.nn.cache import Cache, KeyValueShape, ScanShape, empty_cache
+from dew.nn.cache import Cache, LayerShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
 from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility
@@ -273,13 +273,13 @@ class CausalTransformer(nn.Module):
         kinds = tuple((kind, len(layers)) for kind, layers in self._cache_banks().items())
         return empty_cache(kinds, batch, length, self.dtype if dtype is None else dtype)
 
-    def _cache_banks(self) -> dict[KeyValueShape | ScanShape, list[int]]:
+    def _cache_banks(self) -> dict[LayerShape, list[int]]:
         """Say which layers share a bank of the cache: those that keep the same.
 
         Longer than the banks of weights: writes into one bank for all layers XLA does in place, caches of one layer it
         would copy at every token.
         """
-        banks: dict[KeyValueShape | ScanShape, list[int]] = collections.defaultdict(list)
+        banks: dict[LayerShape, list[int]] = collections.defaultdict(list)
         for index, spec in enumerate(self.layers):
             banks[spec.mixer.cache_shape].append(index)
         return dict(banks)
@@ -358,7 +358,7 @@ class CausalTransformer(nn.Module):
         """Build the function of a run's blocks: (x, stored weights, cache window) -> (x, cache window)."""
         layer = self.layer_of(run)
         mixer = layer.spec.mixer
-        rotary = tables.get((mixer.rotary, mixer.head_dim))
+        rotary = tables.get((mixer.rotary, mixer.rotary_dim)) if mixer.rotary else None
 
         def block(x, weights, cache=None):
             return layer.apply({"params": self._ready(layer, weights)}, x, around, rotary, cache)

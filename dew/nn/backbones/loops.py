@@ -28,9 +28,9 @@ def rotary_of(layers: tuple[LayerSpec, ...], positions: Int[Array, "B T"]) -> di
         positions: Position of each token in its document.
 
     Returns:
-        The tables, by rotary spec and head width.
+        The tables, by rotary spec and rotated width.
     """
-    keys = {(spec.mixer.rotary, spec.mixer.head_dim) for spec in layers if spec.mixer.rotary}
+    keys = {(spec.mixer.rotary, spec.mixer.rotary_dim) for spec in layers if spec.mixer.rotary}
     return {key: rotary_tables(key[0], key[1], positions) for key in keys}
 
 

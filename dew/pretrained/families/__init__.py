@@ -8,6 +8,8 @@ from typing import Any
 from dew.pretrained.families import (
     bamba,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -43,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         *(gpt_neox, gpt2, starcoder2, cohere2, glm4),
         *(mixtral, qwen3_moe, qwen2_moe, granitemoe, gpt_oss),
         *(mamba2, bamba, granitemoehybrid),
+        *(deepseek_v2, deepseek_v3),
     )
 }
 
