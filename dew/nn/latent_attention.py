@@ -194,7 +194,7 @@ class LatentAttention(nn.Module):
                 return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
         key, value = self._expanded(latents)
         if cache is None and splits_positions(jax.sharding.get_abstract_mesh()):
-            attend = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
+            attend: Any = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
         else:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             attend = sharded_attention

@@ -65,7 +65,8 @@ TRAINING = RouterTraining(balance_loss=0.1, bias_rate=0.01)
 SLOW = ("narrow", "beside")
 LENGTH = 24
 TOKENS = tiny_batch(rows=4, length=LENGTH)["tokens"][:, :-1]
-STRICT = Layout(rules=(*DEFAULT_RULES, ("norm", "tensor"), ("router", "tensor")), min_shard=1, tolerance=0)
+STRICT = Layout(rules=(*DEFAULT_RULES, ("norm", "tensor")), min_shard=1, tolerance=0)
+ROUTED = dataclasses.replace(STRICT, rules=(*STRICT.rules, ("router", "tensor")))
 
 
 @functools.cache
@@ -167,7 +168,8 @@ def loss_and_gradients(name, spec):
     """Loss and gradients per layer of one packed batch, and where the large leaves are."""
     module, variables = model(name)
     mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if spec is None else build_mesh(spec)
-    run = Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=STRICT)
+    layout = ROUTED if name == "experts" else STRICT
+    run = Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=layout)
     placed = run.place(variables).variables
     differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
     with run.context():
