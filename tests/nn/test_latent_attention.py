@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from dew.inference import generate
 from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
-from dew.nn.attention_report import attention_report
+from dew.nn.attention_report import attention_report, cache_report
 from dew.nn.exchange_report import exchange_report
 from dew.nn.latent_attention import LatentAttentionSpec, attention_form
 from dew.nn.mamba2 import Mamba2Spec
@@ -249,6 +249,8 @@ def test_the_reports_say_which_kernel_and_exchange_the_expanded_heads_take():
     assert "heads are 12 wide" in attention_report(narrow, num_tokens=64, device=gpu)[0]
     lines = attention_report(module.clone(dtype="bfloat16"), num_tokens=64, device=gpu)
     assert [line.split(" (")[0] for line in lines] == ["attention of 2 layers of 64 tokens, bfloat16: cudnn"] * 2
+    (line,) = cache_report(module, mesh=build_mesh(MeshSpec(tensor=2)))
+    assert line.startswith("cache of 2 layers: latents without heads over tensor=2: each of the 2 devices")
     lines = exchange_report(module, mesh=build_mesh(MeshSpec(sequence=4)), num_tokens=64)
     assert [line.split(":")[1].split(",")[0] for line in lines] == [" all_to_all"] * 2
     assert attention_form(Mamba2Spec(num_heads=1, head_dim=1, num_groups=1, state_size=1)) is None

@@ -58,7 +58,7 @@ def test_it_is_the_formula_where_keys_and_values_are_expanded_from_latents():
         norm=NormSpec(eps=1e-6),
         rotary=RotarySpec(theta=1e4),
     )
-    layers = llama_like(**SHAPE, kv_heads=8).layers
+    layers = llama_like(**SHAPE, kv_heads=8, remat=None).layers
     found, needed = step(None, layers=tuple(dataclasses.replace(layer, mixer=latents) for layer in layers))
     assert found.per_device == pytest.approx(needed, rel=0.02)
 
