@@ -72,7 +72,8 @@ ROUTED = dataclasses.replace(STRICT, rules=(*STRICT.rules, ("router", "tensor"))
 @functools.cache
 def model(name):
     """The model, and variables that are far from their initial values."""
-    module = tiny_decoder(layers=MODELS[name], tie_embeddings=name != "beside", router_training=TRAINING)
+    training = {"router_training": TRAINING} if name == "experts" else {}
+    module = tiny_decoder(layers=MODELS[name], tie_embeddings=name != "beside", **training)
     variables = unboxed(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(variables))))
 
