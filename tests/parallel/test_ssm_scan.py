@@ -33,24 +33,29 @@ MESHES = {
 
 
 @functools.cache
-def inputs(groups):
+def drawn(groups):
     """Arguments and the documents of a packed batch: borders on those of slices, one after, one before, none at all."""
     generator = np.random.default_rng(groups)
 
     def draw(*shape):
-        return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+        return generator.standard_normal(shape).astype(np.float32)
 
     streams = Streams(draw(B, T, N, H), draw(B, T, groups, P), draw(B, T, groups, P))
     weights = ScanWeights(
         taps=Streams(draw(N, H, W), draw(groups, P, W), draw(groups, P, W)),
         biases=Streams(draw(N, H), draw(groups, P), draw(groups, P)),
-        decay=-jnp.exp(jnp.linspace(-4.0, 0.0, N)),
+        decay=-np.exp(np.linspace(-4.0, 0.0, N, dtype=np.float32)),
         skip=draw(N),
     )
-    dt = jnp.asarray(np.exp(generator.uniform(-4, 0, (B, T, N))), jnp.float32)
+    dt = np.exp(generator.uniform(-4, 0, (B, T, N))).astype(np.float32)
     starts = np.zeros((B, T), bool)
     starts[0, [6, 12, 24, 36]] = starts[1, [13, 25]] = starts[2, [23, 47]] = True
-    return (streams, dt, weights), jnp.asarray(starts), draw(B, T, N, H)
+    return (streams, dt, weights), starts, draw(B, T, N, H)
+
+
+def inputs(groups):
+    """What was drawn as arrays of the mesh in context: kept ones would bring an earlier test's mesh along."""
+    return jax.tree.map(jnp.asarray, drawn(groups))
 
 
 def gradients(groups, scan):
