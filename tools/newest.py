@@ -18,12 +18,14 @@ SUBSET = (
     "tests/placement",
     "tests/kernels",
     "tests/parallel/test_exchange.py",
+    "tests/parallel/test_ssm_scan.py",
     "tests/parallel/test_vocabulary.py",
     "tests/nn/test_sharding.py",
     "tests/training/test_loop.py",
     "tests/training/test_mesh_law.py::test_windows_of_two_batches_train_as_on_one_device",
     "tests/checkpoint",
     "tests/inference/test_decode.py::test_greedy_is_the_full_forward_repeated",
+    "tests/inference/test_decode_mesh.py",
 )
 PYTEST = ("--quiet", "--numprocesses", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
