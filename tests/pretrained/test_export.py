@@ -268,7 +268,7 @@ def test_transformers_computes_the_same_logits_from_an_export(name, tmp_path, re
     save_pretrained(tmp_path / "out", loaded.module, changed, loaded.config, max_shard_bytes=50_000)
     tokens = reference(name)["tokens"]
     model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+        tmp_path / "out", attn_implementation="eager", experts_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
