@@ -257,7 +257,7 @@ def test_absent_fields_take_the_defaults_of_the_config_class(copied):
 @pytest.mark.parametrize(
     "fields, text",
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "must have quant_method 'mxfp4'.*Received.*fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "must have quant_method 'mxfp4'.*Received.*awq"),
         ({"quantization_config": {"quant_method": "mxfp4", "group_size": 16}}, "no field but .*group_size"),
         ({"hidden_act": "gelu"}, "limit must be positive and replaces the activation.*'gelu'"),
         ({"swiglu_limit": 0.0}, "swiglu_limit must be a positive number"),
