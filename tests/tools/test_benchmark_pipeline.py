@@ -10,5 +10,6 @@ def test_the_operations_of_a_step_show_the_idle_share_of_the_timetable(schedule)
     options = Options(layers=2, width=32, length=32, vocab=80, samples=0)
     found = measure(options, schedule, stages=2, microbatches=4)
     assert found.idle == pytest.approx(1 / 5)
-    assert found.computed_idle == pytest.approx(found.idle, abs=0.02)
+    # Recomputing a stage leaves out the product that ends it: a larger part the fewer layers a stage has.
+    assert found.computed_idle == pytest.approx(found.idle, abs=0.02 if schedule == "gpipe" else 0.05)
     assert found.row().count("|") == HEADER.splitlines()[0].count("|")

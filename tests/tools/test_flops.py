@@ -110,13 +110,11 @@ def test_experts_are_the_formula_at_an_even_routing():
     assert found.by_part()["experts"] == 18 * rows * SHAPE["width"] * EXPERTS.features * SHAPE["layers"]
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 8}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
-def test_with_experts_each_device_computes_its_even_share(mesh):
-    (found, _), (alone, _) = step_of_experts(**mesh), step_of_experts()
+def test_with_experts_each_device_computes_its_even_share():
+    (found, _), (alone, _) = step_of_experts(expert=2, fsdp=2, tensor=2), step_of_experts()
     assert found.per_device == pytest.approx(alone.per_device / 8, rel=0.05)
     # The router, in no part by name, is computed by every device of a tensor group.
-    unnamed = {"attention", "blocks"} if "tensor" in mesh else set()
-    even = {part: total / 8 for part, total in alone.by_part().items() if part not in unnamed}
+    even = {part: total / 8 for part, total in alone.by_part().items() if part not in ("attention", "blocks")}
     assert {part: mine for part, mine in found.by_part().items() if part in even} == pytest.approx(even, rel=0.05)
     assert set(even) > {"experts", "q_proj", "vocabulary"}
 
