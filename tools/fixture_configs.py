@@ -54,6 +54,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     Starcoder2Config,
@@ -117,6 +119,15 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 LATENT_YARN = YARN | {"rope_theta": 100.0, "mscale": 1.2, "mscale_all_dim": 0.8}
+DELTA = (
+    NARROW
+    | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16}
+    | {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
+)
+DELTA_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+DELTA_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} | {
+    "shared_expert_intermediate_size": 8
+}
 GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 FIXTURES = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=PLAIN)),
@@ -413,6 +424,16 @@ FIXTURES = {
             routed_scaling_factor=2.5,
             num_nextn_predict_layers=0,
             rope_parameters=LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        lambda: Qwen3NextConfig(
+            **DELTA,
+            **DELTA_EXPERTS,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mlp_only_layers=[0],
+            rope_parameters=dict(DELTA_ROPE),  # the class writes into it
         ),
     ),
 }

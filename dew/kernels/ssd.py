@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dew.arrays import Array, Bool, Float
+from dew.arrays import Array, Bool, Float, Shaped
 
 CHUNK = 128
 """Tokens of a chunk: products inside it grow with its square, kept states with their number."""
@@ -75,7 +75,7 @@ def ssd(
     (state, _), y = jax.lax.scan(
         jax.checkpoint(body, prevent_cse=False),
         carry,
-        (*(_chunks(each, chunk, "constant") for each in grouped), _chunks(documents, chunk, "edge")),
+        (*(in_chunks(each, chunk) for each in grouped), in_chunks(documents, chunk, "edge")),
     )
     y = y.swapaxes(0, 1).reshape(B, -1, N, H)[:, :T]
     if skip is not None:
@@ -83,8 +83,14 @@ def ssd(
     return y, state.reshape(B, N, H, P)
 
 
-def _chunks(array: Array, chunk: int, mode: str) -> Array:
-    """Cut the tokens of [B, T, ...] into [chunks, B, C, ...]; a padded token neither decays nor writes."""
+def in_chunks(array: Shaped[Array, "B T ..."], chunk: int, mode: str = "constant") -> Shaped[Array, "chunks B C ..."]:
+    """Cut the tokens of [B, T, ...] into [chunks, B, C, ...]; a padded token neither decays nor writes.
+
+    Args:
+        array: What the tokens have.
+        chunk: Tokens of a chunk.
+        mode: What the last chunk is filled with, as `jnp.pad` says it.
+    """
     B, T = array.shape[:2]
     room = [(0, 0), (0, -T % chunk), *[(0, 0)] * (array.ndim - 2)]
     padded = jnp.pad(array, room, mode=mode)

@@ -41,6 +41,7 @@ class AttentionSpec:
         window: How many tokens a token reads, itself included; None means all before it.
         chunk: Length of the blocks of a document that a token reads its own of (Llama 4); None means all.
         sinks: Whether each head has a learned logit that joins the softmax without a value (gpt-oss).
+        gate: Whether the sigmoid of a projection of the token scales what its heads mixed (Qwen3-Next).
         rotary: Rotary positions; None means none.
     """
 
@@ -56,6 +57,7 @@ class AttentionSpec:
     window: int | None = None
     chunk: int | None = None
     sinks: bool = False
+    gate: bool = False
     rotary: RotarySpec | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +112,7 @@ class SelfAttention(nn.Module):
     sequence_impl: SequenceImplementation = "auto"
 
     def setup(self) -> None:
-        """Declare the four projections and the optional norms."""
+        """Declare the projections and the optional norms."""
         spec, dtype = self.spec, self.param_dtype
         narrow = (self.features,)
         queries, pairs = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
@@ -118,6 +120,8 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
         self.v_proj = Linear(narrow, pairs, ("embed",), ("kv", "head_dim"), spec.bias, dtype)
         self.o_proj = Linear(queries, narrow, ("heads", "head_dim"), ("embed",), spec.out_bias, dtype)
+        if spec.gate:
+            self.gate_proj = Linear(narrow, queries, ("embed",), ("heads", "head_dim"), spec.bias, dtype)
         heads = (spec.num_heads,)
         self.sinks = declare(self, "sinks", heads, ("heads",), nn.initializers.zeros, dtype) if spec.sinks else None
         if spec.qk_norm is not None:
@@ -162,7 +166,10 @@ class SelfAttention(nn.Module):
             sinks=self.sinks,
             implementation=self.implementation if cache is None else "auto",
         )
-        return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
+        mixed = constrain(mixed, QUERY_NAMES)
+        if self.spec.gate:
+            mixed = jax.nn.sigmoid(constrain(self.gate_proj(x), QUERY_NAMES)) * mixed
+        return self.o_proj(mixed), cache
 
     def _heads(self, x: Array, rotary: Tables | None) -> tuple[Array, Array, Array]:
         """Project to heads, normalise and rotate."""

@@ -14,6 +14,7 @@ from dew.kernels.attention import Implementation, Visibility
 from dew.nn.attention import AttentionSpec, SelfAttention
 from dew.nn.cache import LayerCache, LayerLatents, LayerState
 from dew.nn.embed import scaled
+from dew.nn.gated_delta_net import GatedDeltaNet, GatedDeltaNetSpec
 from dew.nn.latent_attention import LatentAttention, LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2, Mamba2Spec
 from dew.nn.mlp import Mlp, MlpSpec
@@ -56,7 +57,7 @@ class LayerSpec:
         residual_in_float32: Whether the residual stream is float32 whatever the compute dtype is (Mamba).
     """
 
-    mixer: AttentionSpec | LatentAttentionSpec | Mamba2Spec
+    mixer: AttentionSpec | LatentAttentionSpec | Mamba2Spec | GatedDeltaNetSpec
     mlp: MlpSpec | ExpertsSpec | None
     norm: NormSpec
     placement: Placement = "pre"
@@ -140,6 +141,8 @@ class DecoderLayer(nn.Module):
         spec, dtype = self.spec, self.param_dtype
         if isinstance(spec.mixer, Mamba2Spec):
             self.mamba = Mamba2(self.features, spec.mixer, dtype)
+        elif isinstance(spec.mixer, GatedDeltaNetSpec):
+            self.linear_attn = GatedDeltaNet(self.features, spec.mixer, dtype)
         else:
             attention: Any = LatentAttention if isinstance(spec.mixer, LatentAttentionSpec) else SelfAttention
             self.self_attn = attention(self.features, spec.mixer, dtype, self.implementation, self.sequence_impl)
@@ -191,6 +194,8 @@ class DecoderLayer(nn.Module):
         """Mix tokens by what the spec says; the window is of the mixer's own kind."""
         if isinstance(self.spec.mixer, Mamba2Spec):
             return self.mamba(normal, around.starts, around.real, cache)
+        if isinstance(self.spec.mixer, GatedDeltaNetSpec):
+            return self.linear_attn(normal, around.starts, around.real, cache)
         return self.self_attn(normal, around.visibility, rotary, cache)
 
     def _normal(self, name: str | None, x: Array) -> Array:

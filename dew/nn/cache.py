@@ -136,7 +136,9 @@ class LatentBank(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScanShape:
-    """What a layer with a scan keeps; layers that keep the same share a bank.
+    """What a layer with a state keeps; layers that keep the same share a bank.
+
+    A gated delta net's groups are its keys, and so are its heads, each with the values of all heads that share the key.
 
     Attributes:
         num_heads: Heads N of the scan.

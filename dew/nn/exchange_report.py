@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention import AttentionSpec
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import attention_form
 from dew.nn.mamba2 import GROUP_NAMES, HEAD_NAMES, Mamba2Spec
 from dew.parallel.choice import choose_exchange, exchange_refusal
@@ -23,6 +24,8 @@ from dew.parallel.ssm_scan import check_length, shift_bytes
 from dew.parallel.traffic import AttentionSizes
 from dew.placement.layout import LayoutRefused
 from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
+
+DELTA_SHIFTS = "shifts (the convolution's reach, and states of the delta rule with their transitions)"
 
 
 def exchange_report(
@@ -59,7 +62,8 @@ def exchange_report(
                 chosen = str(choose_exchange(sizes, module.sequence_impl, **named))
             else:
                 check_length(length, mesh.shape[AXIS], spec.conv_kernel)
-                chosen = _shifts(module, spec, mesh, rows, length)
+                scans = isinstance(spec, Mamba2Spec)
+                chosen = _shifts(module, spec, mesh, rows, length) if scans else DELTA_SHIFTS
         except LayoutRefused as refusal:
             chosen = f"refused: {refusal}"
         text = f"of {length} tokens{where}: {chosen}"
@@ -119,7 +123,7 @@ def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:
     """Count the layers of each kind; none where no positions are split."""
     if mesh.shape.get(AXIS, 1) > 1:
         mixers = [layer.mixer for layer in getattr(module, "layers", ())]
-        known = [spec if isinstance(spec, Mamba2Spec) else attention_form(spec) for spec in mixers]
+        known = [spec if isinstance(spec, Mamba2Spec | GatedDeltaNetSpec) else attention_form(spec) for spec in mixers]
         yield from collections.Counter(spec for spec in known if spec is not None).items()
 
 

@@ -19,6 +19,7 @@ from dew.nn.cache import LayerState, ScanBank, ScanShape
 from dew.nn.linear import Linear
 from dew.nn.mlp import ACTIVATIONS, Activation
 from dew.nn.sharding import constrain, declare
+from dew.nn.short_convolution import Taps, joined
 from dew.parallel.ssm_scan import ScanWeights, Streams, convolved, length_refusal, sharded_convolve_and_scan
 
 HEAD_NAMES = ("activation_batch", "activation_length", "activation_ssm_heads", None)
@@ -127,7 +128,7 @@ class Mamba2(nn.Module):
         self.c_conv = Taps(groups, group_names, spec.conv_kernel, spec.conv_bias, dtype)
         self.A_log = declare(self, "A_log", heads[:1], head_names[:1], _initial_rates, dtype)
         self.D = declare(self, "D", heads[:1], head_names[:1], nn.initializers.ones, dtype)
-        self.dt_bias = declare(self, "dt_bias", heads[:1], head_names[:1], _initial_steps, dtype)
+        self.dt_bias = declare(self, "dt_bias", heads[:1], head_names[:1], initial_steps, dtype)
         self.norm_scale = declare(self, "norm_scale", heads, head_names, nn.initializers.ones, dtype)
 
     def __call__(
@@ -177,7 +178,7 @@ class Mamba2(nn.Module):
         kept = cache.read()
         if real is not None:
             dt = jnp.where(real[..., None], dt, 0.0)
-        seen = Streams(*(_joined(*pair, real) for pair in zip((kept.x, kept.b, kept.c), streams, strict=True)))
+        seen = Streams(*(joined(*pair, real) for pair in zip((kept.x, kept.b, kept.c), streams, strict=True)))
         reach = self.spec.conv_kernel - 1
         before, own = Streams(*(each[:, :reach] for each in seen)), Streams(*(each[:, reach:] for each in seen))
         weights, activation = self._weights(), ACTIVATIONS[self.spec.activation]
@@ -223,53 +224,13 @@ class Mamba2(nn.Module):
         return gated * jax.lax.rsqrt(total / width + spec.norm_eps)[..., None] * self.norm_scale.astype(jnp.float32)
 
 
-class Taps(nn.Module):
-    """Weights of a convolution that mixes no channels.
-
-    Attributes:
-        channels: Sizes of the dimensions of channels.
-        names: Their logical names.
-        count: Taps.
-        use_bias: Whether there is a bias.
-        param_dtype: Storage dtype.
-    """
-
-    channels: tuple[int, ...]
-    names: tuple[str, ...]
-    count: int
-    use_bias: bool
-    param_dtype: Any = "float32"
-
-    def setup(self) -> None:
-        """Declare taps and bias."""
-        bound = self.count**-0.5
-        shape, dtype = (*self.channels, self.count), self.param_dtype
-        self.taps = declare(self, "kernel", shape, (*self.names, None), _uniform(bound), dtype)
-        zeros = nn.initializers.zeros
-        self.bias = declare(self, "bias", self.channels, self.names, zeros, dtype) if self.use_bias else None
-
-
-def _joined(before: Array, new: Array, real: Array | None) -> Array:
-    """Put the kept tokens right before the first real one; [B, W - 1 + T, ...], its last W - 1 are kept next."""
-    if real is None:
-        return jnp.concatenate([before, new], axis=1)
-    wide = real.reshape(*real.shape, *(1,) * (new.ndim - 2))
-    padded = jnp.concatenate([jnp.zeros_like(before), jnp.where(wide, new, 0)], axis=1)
-    first = jnp.where(real.any(axis=1), jnp.argmax(real, axis=1), real.shape[1])
-    return jax.vmap(lambda row, kept, at: jax.lax.dynamic_update_slice_in_dim(row, kept, at, 0))(padded, before, first)
-
-
-def _uniform(bound: float) -> Any:
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
 def _initial_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Give the heads the rates 1, 2, 3, ... (S4D-Real, https://arxiv.org/abs/2206.11893)."""
     del key
     return jnp.log(jnp.arange(1, shape[0] + 1, dtype=jnp.float32)).astype(dtype)
 
 
-def _initial_steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def initial_steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Draw step sizes log-uniformly, and undo the softplus."""
     low, high = (math.log(bound) for bound in INITIAL_STEPS)
     steps = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))

@@ -135,7 +135,7 @@ def sharded_convolve_and_scan(
     """
     if mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) >= set(mesh.axis_names):
         return convolve_and_scan(streams, dt, weights, activation=activation, starts=starts, before=before, state=state)
-    specs = _Specs(mesh, streams, weights.taps.x.shape[-1], splits_length=before is None and state is None)
+    specs = ScanSpecs(mesh, streams, weights.taps.x.shape[-1], splits_length=before is None and state is None)
     arguments = (streams, dt, weights, starts, before, state)
     run = jax.shard_map(
         functools.partial(_scan_slice, specs, activation),
@@ -153,7 +153,7 @@ def length_refusal(length: int, slices: int, taps: int) -> str | None:
     if slices == 1 or (length % slices == 0 and length // slices >= least):
         return None
     return (
-        f"Mamba-2 layers on sequence={slices} need a length that {slices} divides into slices of at least {least} "
+        f"Layers with a state on sequence={slices} need a length that {slices} divides into slices of at least {least} "
         f"tokens (their convolution reads {least} tokens back), which {length} is not."
     )
 
@@ -203,7 +203,7 @@ def shift_bytes(
     return (taps > 1) + rounds, halo + rounds * rows * heads * (head_dim * state_size + 1) * 4
 
 
-class _Specs:
+class ScanSpecs:
     """Where the dimensions of one call are."""
 
     def __init__(self, mesh: Any, streams: Streams, taps: int, *, splits_length: bool) -> None:
@@ -261,7 +261,7 @@ def _scan_slice(specs, activation, streams, dt, weights, starts, before, state):
     """Compute one device's heads of its slice."""
     slices = specs.slices
     if slices > 1:
-        before = _shifted_halo(streams, starts, weights.taps.x.shape[-1] - 1, slices)
+        before = shifted_halo(streams, starts, weights.taps.x.shape[-1] - 1, slices)
     x, b, c = convolved(streams, weights, activation=activation, starts=starts, before=before)
     if specs.tokens[2] is not None and specs.groups is None:
         b, c = (_own_groups(each, x.shape[2], specs) for each in (b, c))
@@ -272,7 +272,7 @@ def _scan_slice(specs, activation, streams, dt, weights, starts, before, state):
     return y + read_state(c, left, state_before(left[:, -1], last, slices)), None
 
 
-def _own_groups(array: Float[Array, "B T G P"], own_heads: int, specs: _Specs) -> Array:
+def _own_groups(array: Float[Array, "B T G P"], own_heads: int, specs: ScanSpecs) -> Array:
     """Take the groups that the device's heads read, one for each head where they are not a whole block."""
     axes = specs.tokens[2]
     total = math.prod(specs.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)) * own_heads
@@ -283,7 +283,7 @@ def _own_groups(array: Float[Array, "B T G P"], own_heads: int, specs: _Specs) -
     return jnp.take(array, (first + jnp.arange(own_heads)) // heads_of_group, axis=2)
 
 
-def _shifted_halo(streams: Streams, starts: Array | None, reach: int, slices: int) -> Streams:
+def shifted_halo(streams: Streams, starts: Array | None, reach: int, slices: int) -> Streams:
     """Give the last tokens of the slice before, zero where they are of another document than its last token."""
     if reach == 0:
         return Streams(*(value[:, :0] for value in streams))
@@ -295,7 +295,7 @@ def _shifted_halo(streams: Streams, starts: Array | None, reach: int, slices: in
     packed = jnp.concatenate(tails, axis=-1)
     if own is not None:
         packed = jnp.where(own, packed, 0)
-    received = _shift(packed, 1, slices)
+    received = shift(packed, 1, slices)
     bounds = [tails[0].shape[-1], tails[0].shape[-1] + tails[1].shape[-1]]
     parts = jnp.split(received, bounds, axis=-1)
     return Streams(
@@ -315,10 +315,10 @@ def state_before(total: Float[Array, "B N"], state: Float[Array, "B N H P"], sli
         slices: Size of the sequence axis.
     """
     B, N, H, P = state.shape
-    total, state = _unpacked(_shift(_packed(total, state), 1, slices), (B, N, H, P))
+    total, state = _unpacked(shift(_packed(total, state), 1, slices), (B, N, H, P))
     distance = 1
     while distance < slices - 1:
-        earlier_total, earlier = _unpacked(_shift(_packed(total, state), distance, slices), (B, N, H, P))
+        earlier_total, earlier = _unpacked(shift(_packed(total, state), distance, slices), (B, N, H, P))
         total, state = total * earlier_total, state + total[..., None, None] * earlier
         distance *= 2
     return state
@@ -333,6 +333,6 @@ def _unpacked(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     return packed[..., 0], packed[..., 1:].reshape(shape)
 
 
-def _shift(array: Array, distance: int, slices: int) -> Array:
+def shift(array: Array, distance: int, slices: int) -> Array:
     """Send to the slice `distance` further on; the first ones receive zeros."""
     return jax.lax.ppermute(array, SEQUENCE, [(place, place + distance) for place in range(slices - distance)])

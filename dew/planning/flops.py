@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from dew.nn.latent_attention import LatentAttentionSpec
+from dew.nn.latent_attention import LatentAttentionSpec, attention_form
 from dew.nn.moe import ExpertsSpec
 from dew.planning.hlo import Instruction, Trips, array_shapes, computations, running_instructions
 from dew.tree import named_leaves
@@ -125,7 +125,16 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
 
     Returns:
         Operations of one step.
+
+    Raises:
+        ValueError: If a layer mixes tokens by something else than attention.
     """
+    other = [layer.mixer for layer in module.layers if attention_form(layer.mixer) is None]
+    if other:
+        raise ValueError(
+            "The formula counts attention alone. Count a compiled step instead, with program_flops, which reads the "
+            f"products of any mixer. Received: mixer={other[0]}"
+        )
     tables = ("embed_positions", *(() if module.tie_embeddings else ("embed_tokens",)))
     weights = sum(
         math.prod(leaf.shape)

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2Spec
-from tests.kernels import slow_ssd
+from tests.kernels import slow_delta_rule, slow_ssd
 
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -62,6 +63,8 @@ def attention(spec, weights, x):
         nowhere = np.exp(weights["sinks"][head] - logits.max()) if spec.sinks else 0
         shares = np.exp(logits - logits.max())
         mixed[t, head] = shares / (shares.sum() + nowhere) @ value[first : t + 1, own]
+    if spec.gate:
+        mixed = mixed / (1 + np.exp(-linear(weights["gate_proj"], x)))
     return linear(weights["o_proj"], mixed, 2)
 
 
@@ -87,23 +90,36 @@ def latent_attention(spec, weights, x):
     return linear(weights["o_proj"], mixed, 2)
 
 
+def convolved(spec, weights, x, name):
+    """What a stream is after its convolution, for one row."""
+    value, conv = linear(weights[f"{name}_proj"], x), weights[f"{name}_conv"]
+    shape, taps = value.shape, conv["kernel"].reshape(-1, spec.conv_kernel)
+    mixed = slow_ssd.convolution(value.reshape(1, len(x), -1), taps)[0].reshape(shape)
+    return ACTIVATIONS[spec.activation](mixed + conv.get("bias", 0.0))[None]
+
+
 def mamba(spec, weights, x):
-    silu, activation = ACTIVATIONS["silu"], ACTIVATIONS[spec.activation]
     gate, raw = linear(weights["gate_proj"], x), linear(weights["dt_proj"], x)
-
-    def stream(name):
-        value, conv = linear(weights[f"{name}_proj"], x), weights[f"{name}_conv"]
-        shape, taps = value.shape, conv["kernel"].reshape(-1, spec.conv_kernel)
-        mixed = slow_ssd.convolution(value.reshape(1, len(x), -1), taps)[0].reshape(shape)
-        return activation(mixed + conv.get("bias", 0.0))[None]
-
     dt = np.clip(np.log1p(np.exp(raw + weights["dt_bias"])), *spec.step_limits)[None]
     decay = -np.exp(weights["A_log"])
-    y, _ = slow_ssd.recurrence(stream("x"), dt, decay, stream("b"), stream("c"), weights["D"])
-    gated = y[0] * silu(gate)
-    groups = gated.reshape(len(x), spec.norm_groups, -1)
+    x, b, c = (convolved(spec, weights, x, name) for name in "xbc")
+    y, _ = slow_ssd.recurrence(x, dt, decay, b, c, weights["D"])
+    gated = y[0] * ACTIVATIONS["silu"](gate)
+    groups = gated.reshape(len(gated), spec.norm_groups, -1)
     normal = groups / np.sqrt((groups * groups).mean(-1, keepdims=True) + spec.norm_eps)
     return linear(weights["out_proj"], normal.reshape(gated.shape) * weights["norm_scale"], 2)
+
+
+def delta_net(spec, weights, x):
+    gate = linear(weights["gate_proj"], x).reshape(len(x), spec.num_heads, spec.head_dim)
+    beta = 1 / (1 + np.exp(-linear(weights["beta_proj"], x)))
+    steps = np.log1p(np.exp(linear(weights["decay_proj"], x) + weights["dt_bias"]))
+    log_decay, beta = (each.reshape(1, len(x), -1) for each in (-np.exp(weights["A_log"]) * steps, beta))
+    q, k, v = (convolved(spec, weights, x, name) for name in "qkv")
+    q, k = slow_delta_rule.unit(q) / np.sqrt(spec.key_dim), slow_delta_rule.unit(k)
+    y, _ = slow_delta_rule.recurrence(v.reshape(1, *gate.shape), k, q, log_decay, beta)
+    normal = y[0] / np.sqrt((y[0] * y[0]).mean(-1, keepdims=True) + spec.norm_eps) * weights["norm"]["scale"]
+    return linear(weights["out_proj"], (normal * ACTIVATIONS["silu"](gate)).reshape(len(x), spec.num_keys, -1), 2)
 
 
 def mlp(spec, weights, x):
@@ -119,6 +135,8 @@ def layer(spec, weights, x):
     def mix(x):
         if isinstance(spec.mixer, Mamba2Spec):
             return spec.residual_scale * mamba(spec.mixer, weights["mamba"], x)
+        if isinstance(spec.mixer, GatedDeltaNetSpec):
+            return spec.residual_scale * delta_net(spec.mixer, weights["linear_attn"], x)
         attend = latent_attention if isinstance(spec.mixer, LatentAttentionSpec) else attention
         return spec.residual_scale * attend(spec.mixer, weights["self_attn"], x)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.attention import AttentionSpec
 from dew.nn.embed import EmbeddingSpec, HeadSpec
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
@@ -35,30 +36,38 @@ def with_attention(module, change):
     return with_layers(module, changed)
 
 
-def with_scans(module, **fields):
-    """The model with other fields in every scan."""
+def with_states(module, **fields):
+    """The model with other fields in every mixer that has a state."""
 
     def changed(layer):
-        if not isinstance(layer.mixer, Mamba2Spec):
+        if isinstance(layer.mixer, AttentionSpec):
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **fields))
 
     return with_layers(module, changed)
 
 
-def scans_changed(change):
-    """A mutation of the weights of every scan, given as a dict to change in place."""
+def mixers_changed(kind, part):
+    """Decorate a change of the weights of every mixer of a kind, given as a dict to change in place."""
 
-    def mutate(module, variables):
-        view = stack_view(module)
-        params = view.unstack(variables)["params"]
-        for index, layer in enumerate(module.layers):
-            if isinstance(layer.mixer, Mamba2Spec):
-                change(params[f"layers_{index}"]["mamba"])
-        return module, view.stack({"params": params})
+    def decorated(change):
+        def mutate(module, variables):
+            view = stack_view(module)
+            params = view.unstack(variables)["params"]
+            for index, layer in enumerate(module.layers):
+                if isinstance(layer.mixer, kind):
+                    change(params[f"layers_{index}"][part])
+            return module, view.stack({"params": params})
 
-    mutate.__name__ = change.__name__
-    return mutate
+        mutate.__name__ = change.__name__
+        return mutate
+
+    return decorated
+
+
+scans_changed = mixers_changed(Mamba2Spec, "mamba")
+deltas_changed = mixers_changed(GatedDeltaNetSpec, "linear_attn")
+attention_changed = mixers_changed(AttentionSpec, "self_attn")
 
 
 def with_rotary(module, change):
@@ -260,15 +269,15 @@ def gates_swapped(module, variables):
 
 
 def scans_normalised_together(module, variables):
-    return with_scans(module, norm_groups=1), variables
+    return with_states(module, norm_groups=1), variables
 
 
 def another_eps_of_scans(module, variables):
-    return with_scans(module, norm_eps=1e-3), variables
+    return with_states(module, norm_eps=1e-3), variables
 
 
 def unbounded_steps(module, variables):
-    return with_scans(module, step_limits=(0.0, math.inf)), variables
+    return with_states(module, step_limits=(0.0, math.inf)), variables
 
 
 def rotary_where_there_is_none(module, variables):
@@ -305,6 +314,69 @@ def decays_doubled(mamba):
 @scans_changed
 def scales_of_scans_dropped(mamba):
     mamba["norm_scale"] = 0 * mamba["norm_scale"] + 1
+
+
+def swapped(weights, first, second):
+    weights[first], weights[second] = weights[second], weights[first]
+
+
+@deltas_changed
+def delta_keys_and_queries_swapped(delta):
+    swapped(delta, "q_proj", "k_proj")
+
+
+@deltas_changed
+def delta_values_and_gates_swapped(delta):
+    swapped(delta, "v_proj", "gate_proj")
+
+
+@deltas_changed
+def delta_corrections_and_decays_swapped(delta):
+    swapped(delta, "beta_proj", "decay_proj")
+
+
+@deltas_changed
+def delta_projections_not_grouped_by_key(delta):
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj")
+    shapes = [delta[name]["kernel"].shape for name in names]
+    rows = jnp.concatenate([delta[name]["kernel"] for name in names], axis=2).reshape(shapes[0][0], -1)
+    for name, shape in zip(names, shapes, strict=True):
+        delta[name] = {"kernel": rows[:, : math.prod(shape[1:])].reshape(shape)}
+        rows = rows[:, math.prod(shape[1:]) :]
+
+
+@deltas_changed
+def delta_taps_reversed(delta):
+    for name in ("q_conv", "k_conv", "v_conv"):
+        delta[name] = {"kernel": delta[name]["kernel"][..., ::-1]}
+
+
+@deltas_changed
+def delta_decays_doubled(delta):
+    delta["A_log"] = delta["A_log"] + math.log(2)
+
+
+@deltas_changed
+def delta_steps_not_shifted(delta):
+    delta["dt_bias"] = 0 * delta["dt_bias"]
+
+
+@deltas_changed
+def delta_scales_dropped(delta):
+    delta["norm"] = {"scale": 0 * delta["norm"]["scale"] + 1}
+
+
+@attention_changed
+def queries_and_gates_swapped(attention):
+    swapped(attention, "q_proj", "gate_proj")
+
+
+def heads_not_gated(module, variables):
+    return with_attention(module, lambda spec: {"gate": False}), variables
+
+
+def head_norms_without_their_one(module, variables):
+    return with_attention(module, lambda spec: {"qk_norm": dataclasses.replace(spec.qk_norm, offset=0.0)}), variables
 
 
 def with_experts(module, **fields):
@@ -495,6 +567,12 @@ LATENTS = [
     *(halves_rotated, latent_scales_dropped, shared_key_swapped, latents_of_another_eps, scaled_by_the_value),
     *(expert_gates_swapped, experts_reversed, shared_perceptron_dropped, one_expert_more),
 ]
+DELTAS = [
+    *(delta_keys_and_queries_swapped, delta_values_and_gates_swapped, delta_corrections_and_decays_swapped),
+    *(delta_taps_reversed, delta_decays_doubled, delta_steps_not_shifted, delta_scales_dropped, another_eps_of_scans),
+    *(queries_and_gates_swapped, heads_not_gated, head_norms_without_their_one, scales_without_their_one),
+    whole_heads_rotated,
+]
 GEMMA = [unscaled_embeddings, scales_without_their_one]
 MUTATIONS = {
     "llama_untied": [unscaled_rotary],
@@ -561,6 +639,8 @@ MUTATIONS = {
     + [unscaled_embeddings, unscaled_logits, unscaled_attention],
     "granitemoehybrid_experts": [*EXPERTS, weights_not_divided, shared_gates_swapped, gate_and_values_swapped]
     + [written_and_read_swapped, full_residuals, unscaled_attention],
+    "qwen3_next": [*DELTAS, *EXPERTS, delta_projections_not_grouped_by_key, weights_not_divided]
+    + [shared_perceptron_ungated],
 }
 MUTATIONS |= {
     "deepseek_v2": [*LATENTS, query_scales_dropped, unsharpened_scale, unsharpened_rotary, unscaled_rotary, any_group]

@@ -31,6 +31,7 @@ from dew.pretrained.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     starcoder2,
 )
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         *(mixtral, qwen3_moe, qwen2_moe, granitemoe, gpt_oss),
         *(mamba2, bamba, granitemoehybrid),
         *(deepseek_v2, deepseek_v3),
+        *(qwen3_next,),
     )
 }
 

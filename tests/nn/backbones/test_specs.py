@@ -61,7 +61,8 @@ def _cohere2():
 
 def _olmo2():
     norm = NormSpec(eps=1e-5, cast="after_scale")
-    layer = block("post", norm, qk_norm=norm, qk_norm_over="projection")
+    # With gated heads, which it has not: no other variant needs programs of its own for them.
+    layer = block("post", norm, qk_norm=norm, qk_norm_over="projection", gate=True)
     return tiny_decoder(layers=(layer,) * 3, norm=norm, tie_embeddings=False)
 
 
