@@ -171,9 +171,11 @@ class GatedDeltaNet(nn.Module):
             y, state = self._step(own, gates, before, kept.state)
         else:
             mesh = jax.sharding.get_abstract_mesh()
-            y, state = sharded_convolve_and_correct(
+            y, last = sharded_convolve_and_correct(
                 mesh, own, gates, before=before, state=kept.state, **self._convolution()
             )
+            assert last is not None, "what goes on from a state ends in one"
+            state = last
         tails = Streams(*(each[:, length:] for each in seen))
         return y, cache.written(ScanBank(x=tails.x, b=tails.b, c=tails.c, state=state))
 
