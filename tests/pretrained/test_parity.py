@@ -15,7 +15,8 @@ from dew.placement.layout import Layout
 from dew.placement.stacks import stack_view
 from dew.pretrained import load_pretrained
 from tests.pretrained.checkpoints import FIXTURES, NAMES, UNTIED
-from tests.pretrained.mutations import EVERYWHERE, MUTATIONS, WITHOUT, tied_to_the_table, with_layers
+from tests.pretrained.mutation_table import EVERYWHERE, MUTATIONS, WITHOUT
+from tests.pretrained.mutations import tied_to_the_table, with_layers
 
 TOLERANCE = 1e-5  # of the largest logit
 PROMPT = 20
