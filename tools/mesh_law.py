@@ -42,7 +42,8 @@ from tools.mesh_cases import DEVICES, Case, Features, Way, cover, kept_whole, pa
 
 ROWS, LENGTH, VOCAB, EXPERTS = 16, 32, 64, 8
 UPDATES = 3
-ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=0.01)
+ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1)
+BALANCED_ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=0.01)
 RTOL = 1e-5
 """Largest difference, relative to the largest element of the leaf on one device."""
 UNSCORED = slice(8, 16)
@@ -84,8 +85,15 @@ def decoder(features: Features, layers: int, way: Way) -> CausalTransformer:
         max_length=LENGTH,
         sequence_impl=way.exchange or "auto",
         schedule=way.schedule or "gpipe",
-        router_training=ROUTERS if features.sparse else RouterTraining(),
+        router_training=router_training(features),
     )
+
+
+def router_training(features: Features) -> RouterTraining:
+    """Say what trains the routers of a set of features: rates move balance biases, which plain routers alone have."""
+    if not features.sparse:
+        return RouterTraining()
+    return ROUTERS if features.dressed else BALANCED_ROUTERS
 
 
 def experts(features: Features) -> ExpertsSpec:
