@@ -1,5 +1,6 @@
 """A layer of experts equals a loop over tokens and slots, on one device and on every mesh, every gradient leaf."""
 
+import dataclasses
 import functools
 
 import flax
@@ -134,7 +135,7 @@ def test_a_row_drops_what_it_drops_without_its_padding():
 def test_behind_a_cache_nothing_is_dropped():
     module, params = layer(CAPPED)
     batch = tokens()
-    unlimited, _ = layer(PLAIN)
+    unlimited, _ = layer(dataclasses.replace(CAPPED, capacity_factor=None))
     want, _ = unlimited.apply({"params": params}, batch["x"], batch["is_token"])
     got, _ = module.apply({"params": params}, batch["x"], batch["is_token"], is_cached=True)
     np.testing.assert_array_equal(got, want)
