@@ -152,6 +152,16 @@ def test_whoever_holds_an_array_that_moves_away_keeps_it():
     np.testing.assert_array_equal(kept, owner.tree["w1"])
 
 
+def test_an_array_that_was_made_to_be_given_up_is_freed_whoever_holds_it():
+    home = build_mesh(MeshSpec(fsdp=8))
+    owner = Owner(weights(home, ("fsdp",)))
+    held = dict(owner.tree)
+    move_leaf_by_leaf(owner.read, owner.write, sharded(home, "fsdp", owner.tree), frees=True)
+    # The vector was whole: its parts are no view of it either.
+    assert all(leaf.is_deleted() for leaf in held.values())
+    assert not any(leaf.is_deleted() for leaf in owner.tree.values())
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_an_interrupt_at_any_leaf_loses_none(at):
     home = build_mesh(MeshSpec(fsdp=8))

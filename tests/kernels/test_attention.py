@@ -69,8 +69,11 @@ def test_blocks_give_the_same_values_and_gradients(monkeypatch, segments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.parametrize("block", [None, 4], ids=["at once", "in blocks"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_its_gradients_are_those_of_plain_softmax_attention(softcap):
+def test_its_gradients_are_those_of_plain_softmax_attention(monkeypatch, softcap, block):
+    if block:
+        blocks(monkeypatch, block, 2)
     segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]])
     visibility = causal_visibility(T, segments)
 

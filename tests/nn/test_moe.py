@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import Experts, ExpertsSpec
-from dew.nn.router import RouterSpec
+from dew.nn.router import RouterSpec, choose
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.tree import named_leaves
@@ -82,6 +82,35 @@ def test_it_is_a_loop_over_tokens_and_slots(spec, activation):
     got, routing = jax.jit(module.apply)({"params": params}, x)
     assert routing is None
     np.testing.assert_allclose(got.reshape(-1, D), want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def every_expert(params, x, spec):
+    """Compute every token by every expert; those that it did not choose weigh nothing."""
+    flat, router, banks = x.reshape(-1, D), params["router"], params["experts"]
+    choice = choose(flat @ router["kernel"] + router["bias"], router["balance_bias"], spec.router)
+    weights = jnp.sum(jax.nn.one_hot(choice.experts, E) * choice.weights[..., None], axis=1)
+    gate, up = (
+        jnp.einsum("ND,EDF->NEF", flat, banks[name]) + banks[f"{name}_bias"] for name in ("gate_proj", "up_proj")
+    )
+    gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+    hidden = gate * jax.nn.sigmoid(spec.alpha * gate) * (up + 1)
+    out = jnp.einsum("NEF,EFD->NED", hidden, banks["down_proj"]) + banks["down_proj_bias"]
+    return jnp.einsum("NED,NE->ND", out, weights).reshape(x.shape)
+
+
+def test_gradients_are_those_of_every_expert_computing_every_token():
+    spec = dataclasses.replace(FULL, shared=None, shared_gate=False)
+    module, params = layer(spec)
+    x = tokens()["x"]
+
+    def gradients(apply):
+        return named_leaves(jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(apply(params, x))), (0, 1)))(params, x))
+
+    got = gradients(lambda params, x: module.apply({"params": params}, x)[0])
+    for path, want in gradients(lambda params, x: every_expert(params, x, spec)).items():
+        scale = np.abs(want).max()
+        assert scale > 0 or path.endswith("balance_bias"), f"{path} is zero: the test could not fail"
+        np.testing.assert_allclose(got[path], want, rtol=0, atol=2e-5 * scale, err_msg=path)
 
 
 def test_padding_reads_no_expert_and_takes_no_capacity():

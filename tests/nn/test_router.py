@@ -1,11 +1,13 @@
 """Routers choose what a loop over tokens chooses, and what they say of their choices is a plain sum."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dew.nn.router import RouterSpec, choose, routing_sums
+from dew.nn.router import RouterSpec, RouterTraining, Routing, choose, router_loss, routing_sums
 from tests.nn.slow_experts import slow_choice
 
 N, E = 40, 12
@@ -49,6 +51,23 @@ def test_the_bias_chooses_and_has_no_part_in_the_weights():
     own = jax.nn.sigmoid(jnp.take_along_axis(logits, choice.experts, axis=-1))
     np.testing.assert_allclose(choice.weights, own / own.sum(-1, keepdims=True), rtol=1e-6)
     assert not np.any(jax.grad(lambda bias: jnp.sum(choose(logits, bias, spec).weights ** 2))(bias))
+
+
+def test_experts_far_below_the_best_keep_their_order():
+    # exp(-200) has no float32: as shares all but the best are alike.
+    logits = jnp.array([[200.0, -2.0, 3.0, 1.0]])
+    choice = choose(logits, None, RouterSpec(top_k=3, score="softmax_of_chosen"))
+    np.testing.assert_array_equal(choice.experts, [[0, 2, 3]])
+
+
+def test_the_loss_of_routers_is_the_mean_over_layers_of_each_loss_by_its_weight():
+    none = dict.fromkeys(("load", "entropy", "dropped", "tokens"), 0.0)
+    layers = [Routing(balance=b, z=z, bias_term=term, **none) for b, z, term in ((3.0, 10.0, 0.25), (5.0, 40.0, 0.5))]
+    training = RouterTraining(balance_loss=0.5, z_loss=0.1)
+    np.testing.assert_allclose(router_loss(layers, training), 0.5 * 4 + 0.1 * 25, rtol=1e-6)
+    # The balance biases of all layers have their own gradient each: nothing is averaged.
+    moved = dataclasses.replace(training, bias_rate=0.01)
+    np.testing.assert_allclose(router_loss(layers, moved), 0.5 * 4 + 0.1 * 25 + 0.75, rtol=1e-6)
 
 
 def test_sums_count_each_token_with_its_weight_and_each_document_apart():

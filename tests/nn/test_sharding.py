@@ -69,6 +69,12 @@ def test_every_dimension_is_named():
         constrain(jnp.ones((8, 4)), ("activation_batch",))
 
 
+def test_a_weight_needs_a_name_for_each_dimension():
+    layer = Linear((4,), (6,), ("embed",), (), False)
+    with pytest.raises(ValueError, match=r"weight 'kernel' of shape \(4, 6\) needs 2 logical names\. Received: names="):
+        layer.init(jax.random.key(0), jnp.ones((1, 4)))
+
+
 def test_a_weight_of_another_shape_is_refused_with_its_path():
     layer = Linear((4,), (6,), ("embed",), ("mlp",))
     with pytest.raises(ValueError, match=r"weight 'kernel' must have shape \(4, 6\). Received: shape=\(4, 5\)"):

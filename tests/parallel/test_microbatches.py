@@ -62,6 +62,32 @@ def test_microbatch_m_takes_rows_m_and_every_mth_after_it_and_passes_each_stage_
             np.testing.assert_array_equal(of_one, want)
 
 
+def test_gradients_of_1f1b_are_those_of_the_formula_whatever_is_made_of_the_total():
+    mesh, outer, weights = build_mesh(MESH), jnp.float32(1.5), jnp.array([0.5, 3.0])
+    elements, rows = ROWS * LENGTH * WIDTH, jnp.zeros((ROWS, LENGTH), jnp.int32)
+
+    def third(outer, weights):
+        model = StagedModel(
+            prepare=lambda outer: 2 * outer,
+            embed=lambda outer, given: outer * jnp.ones((*given["rows"].shape, WIDTH)),
+            stage=lambda weights, x, given: (x * weights, jnp.sum(x)),
+            extra=lambda said: 0.125 * jnp.sum(said),
+            score=lambda outer, x, given: (outer * jnp.sum(x), ()),
+            pinned=lambda outer, weights: (outer, weights),
+        )
+        return scheduled_loss(current_pipeline(), model, outer, weights, {"rows": rows})[0] / 3
+
+    def formula(outer, weights):
+        entering = 2 * outer
+        said = entering + entering * weights[0]
+        return elements * (entering * entering * weights[0] * weights[1] + 0.125 * said) / 3
+
+    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
+        got = jax.jit(jax.value_and_grad(third, (0, 1)))(outer, weights)
+    want = jax.value_and_grad(formula, (0, 1))(outer, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
 def test_no_row_changes_its_device():
     mesh = build_mesh(MESH)
     whole, parts = (NamedSharding(mesh, PartitionSpec(*lead, ("data", "fsdp"))) for lead in ((), (None,)))
