@@ -29,7 +29,7 @@ def trainer(mesh=SPLIT, accumulation=1, directory=None, **fields):
         LanguageModel(tiny_decoder(num_layers=2, **fields)),
         make_optimizer("adamw", 1e-2, eps=1e-3),
         mesh=mesh,
-        layout=Layout(min_shard=1),
+        layout=Layout(min_shard=1, tolerance=0),
         accumulation=accumulation,
         checkpoints=Checkpoints(directory) if directory else None,
     )
