@@ -85,6 +85,12 @@ def test_head_counts_are_checked(heads, kv_heads, width):
         AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
 
 
+def test_what_norms_of_queries_and_keys_span_is_checked(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"qk_norm_over must be 'head' or 'projection'\. Received: 'layer'"):
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm_over="layer")
+
+
 def test_a_chunk_holds_a_token():
     with pytest.raises(ValueError, match=r"a chunk must hold a token or more, None for all. Received: chunk=0"):
         AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, chunk=0)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.rules import DEFAULT_RULES
 from dew.training.optimizer import make_optimizer
+from dew.training.router_bias import with_router_biases
 from dew.training.step import batch_gradients
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
@@ -145,6 +147,9 @@ def test_what_routers_report_does_not_depend_on_batches_storage_or_mesh(name, pa
     got, want = pooled(name, parts, **dict(fields)), pooled()
     assert got.keys() == want.keys() > {"dropped_slots", "expert_load", "router_entropy"}
     assert want["dropped_slots"].total > 10
+    load = want["expert_load"]
+    np.testing.assert_allclose(load.mass.sum(axis=1), load.total.sum(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(want["dropped_slots"].mass, load.total.sum(), rtol=1e-6)
     for key, ratio in want.items():
         np.testing.assert_allclose(got[key].total, ratio.total, rtol=1e-5, err_msg=key)
         np.testing.assert_allclose(got[key].mass, ratio.mass, rtol=1e-6, err_msg=key)
@@ -174,6 +179,21 @@ def test_two_batches_in_a_window_are_one_batch_of_their_rows():
     report = trainer().objective.report(results[0])
     assert 1 < report["expert_load_max"] <= 4
     assert report["dropped_slots"] == 0
+
+
+def test_an_update_takes_from_experts_with_more_than_their_share_and_the_optimizer_sees_no_excess():
+    def update(excess):
+        optimizer = make_optimizer("adamw", 1e-2, clip_norm=1.0)
+        optimizer = with_router_biases(optimizer, tiny_decoder(layers=LAYERS, router_training=TRAINING))
+        params = {"router": {"balance_bias": jnp.ones(4), "kernel": jnp.ones((2, 4))}}
+        gradients = {"router": {"balance_bias": jnp.array(excess), "kernel": jnp.full((2, 4), 0.3)}}
+        return optimizer.update(gradients, optimizer.init(params), params)
+
+    updates, state = update([900.0, -5.0, 0.0, -300.0])
+    np.testing.assert_allclose(updates["router"]["balance_bias"], [-RATE, RATE, 0.0, RATE], rtol=1e-6)
+    even, even_state = update([0.0] * 4)
+    np.testing.assert_array_equal(updates["router"]["kernel"], even["router"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, state, even_state)
 
 
 def test_biases_without_a_rate_stay_whatever_the_optimizer_does():
@@ -213,7 +233,8 @@ def test_perplexity_leaves_out_what_routers_add_to_the_loss():
     report = trainer().objective.report(statistics)
     assert report["loss"] - report["cross_entropy"] > 0.1
     np.testing.assert_allclose(report["perplexity"], np.exp(report["cross_entropy"]), rtol=1e-6)
-    plain, _ = scored(training=RouterTraining())
+    plain, gradients = scored(training=RouterTraining())
+    assert not any(np.any(leaf) for path, leaf in gradients.items() if path.endswith("balance_bias"))
     np.testing.assert_allclose(report["cross_entropy"], plain["loss"].value(), rtol=1e-5)
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from dew.nn.embed import EmbeddingSpec, HeadSpec
 from dew.objectives.language import LanguageModel
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
@@ -54,6 +55,10 @@ LAYERS = {
 }
 
 
+# Learned positions and a bounded head: under 1F1B both are scored, and learned, between the stages' passes.
+ENDS = {"embedding": EmbeddingSpec(positions=64), "head": HeadSpec(scale=2.0, softcap=1.5)}
+
+
 def batch_of(case: Case, seed: int) -> dict[str, np.ndarray]:
     """Draw tokens with unequal masks; a packed row holds two documents of its own lengths and padding."""
     batch = tiny_batch(length=48, seed=seed)
@@ -72,7 +77,7 @@ def trained(case: Case, schedule: str | None) -> tuple[list[dict], dict, dict, T
     Returns:
         Statistics of each batch, the first update's gradient (Adam's first moment), the weights, trainer and state.
     """
-    module = tiny_decoder(layers=LAYERS[case.layers], schedule=schedule or "gpipe")
+    module = tiny_decoder(layers=LAYERS[case.layers], schedule=schedule or "gpipe", **ENDS)
     mesh = case.mesh if schedule else build_mesh(MeshSpec(), jax.devices()[:1])
     # A large eps: Adam divides by the gradient's own size, which would magnify rounding where that is near 0.
     optimizer = make_optimizer("adamw", 1e-2, eps=1e-2)

@@ -278,6 +278,9 @@ def test_the_bound_follows_the_factor():
         (lambda: tiny_layer(softcap=0.0), r"softcap must be positive.* Received: softcap=0\.0"),
         (lambda: HeadSpec(softcap=-1.0), r"softcap must be positive.* Received: softcap=-1\.0"),
         (lambda: tiny_decoder(embedding=EmbeddingSpec(positions=63)), "context of 64 .* Received: positions=63"),
+        (lambda: EmbeddingSpec(positions=0), r"a table of positions needs a row or more\. Received: positions=0"),
+        (lambda: RotarySpec(theta=1e4, fraction=0.0), r"rotary fraction must be in \(0, 1\]\. Received: fraction=0\.0"),
+        (lambda: tiny_layer().experts, r"the block has no experts\. Received: mlp=MlpSpec"),
     ],
 )
 def test_specs_that_mean_nothing_are_refused(build, message):
