@@ -18,7 +18,7 @@ NAMES = (
     *DELTA,
 )
 UNTIED = (
-    *("llama_untied", "qwen3_untied", "mistral", "gpt_neox", "glm4", "mamba2", "bamba"),
+    *("llama_untied", "qwen3_untied", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox", "glm4", "mamba2", "bamba"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next"),
     *LATENT,
 )

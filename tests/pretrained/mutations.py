@@ -16,7 +16,6 @@ from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
-from dew.nn.rope import RotarySpec
 from dew.placement.stacks import stack_view
 
 
@@ -70,24 +69,10 @@ deltas_changed = mixers_changed(GatedDeltaNetSpec, "linear_attn")
 attention_changed = mixers_changed(AttentionSpec, "self_attn")
 
 
-def with_rotary(module, change):
-    return with_attention(
-        module, lambda spec: {"rotary": spec.rotary and dataclasses.replace(spec.rotary, **change(spec))}
-    )
-
-
 def with_norms(module, **fields):
     """The model with other fields in every norm of the residual stream."""
     norm = dataclasses.replace(module.norm, **fields)
     return with_layers(module, lambda layer: dataclasses.replace(layer, norm=norm), norm=norm)
-
-
-def theta_times_ten(module, variables):
-    return with_rotary(module, lambda spec: {"theta": 10 * spec.rotary.theta}), variables
-
-
-def unscaled_rotary(module, variables):
-    return with_rotary(module, lambda spec: {"scaling": None}), variables
 
 
 def eps_times_ten(module, variables):
@@ -123,6 +108,38 @@ def head_norms_swapped(module, variables):
     return module, view.stack({"params": params})
 
 
+def norms_in_front(module, variables):
+    view, moved = stack_view(module), with_layers(module, lambda layer: dataclasses.replace(layer, placement="pre"))
+    params = view.unstack(variables)["params"]
+    for index in range(len(module.layers)):
+        layer = params[f"layers_{index}"]
+        layer["input_layernorm"] = layer.pop("post_attention_layernorm")
+        layer["post_attention_layernorm"] = layer.pop("post_feedforward_layernorm")
+    return moved, stack_view(moved).stack({"params": params})
+
+
+def scales_of_the_first_head(module, variables):
+    width = module.layers[0].attention.head_dim
+
+    def repeated(path, leaf):
+        if "q_norm" not in str(path) and "k_norm" not in str(path):
+            return leaf
+        return jnp.tile(leaf[..., :width], leaf.shape[-1] // width)
+
+    return module, jax.tree_util.tree_map_with_path(repeated, variables)
+
+
+def each_head_normalised(module, variables):
+    """Normalises each head alone, with the scales of the first one."""
+    width = module.layers[0].attention.head_dim
+
+    def shortened(path, leaf):
+        return leaf[..., :width] if "q_norm" in str(path) or "k_norm" in str(path) else leaf
+
+    apart = with_attention(module, lambda spec: {"qk_norm_over": "head"})
+    return apart, jax.tree_util.tree_map_with_path(shortened, variables)
+
+
 def scaled_by_the_width(module, variables):
     mixers = (layer.mixer for layer in module.layers)
     spec = next(spec for spec in mixers if isinstance(spec, AttentionSpec | LatentAttentionSpec))
@@ -155,35 +172,8 @@ def windows_everywhere(module, variables):
     return stored_for(with_attention(module, lambda spec: {"window": 8}), module, variables)
 
 
-def rotary_everywhere(module, variables):
-    rotary = module.layers[0].attention.rotary
-    return stored_for(with_attention(module, lambda spec: {"rotary": rotary}), module, variables)
-
-
 def full_residuals(module, variables):
     return with_layers(module, lambda layer: dataclasses.replace(layer, residual_scale=1.0)), variables
-
-
-def neighbours_rotated(module, variables):
-    return with_rotary(module, lambda spec: {"interleaved": True}), variables
-
-
-def whole_heads_rotated(module, variables):
-    return with_rotary(module, lambda spec: {"fraction": 1.0, "scaling": None}), variables
-
-
-def short_factors(module, variables):
-    def change(spec):
-        scaling = spec.rotary.scaling
-        return {"scaling": dataclasses.replace(scaling, long_factor=scaling.short_factor)}
-
-    return with_rotary(module, change), variables
-
-
-def unsharpened_rotary(module, variables):
-    return with_rotary(
-        module, lambda spec: {"scaling": dataclasses.replace(spec.rotary.scaling, attention_factor=1.0)}
-    ), variables
 
 
 def biases_dropped(module, variables):
@@ -207,11 +197,6 @@ def unscaled_embeddings(module, variables):
 
 def scales_without_their_one(module, variables):
     return with_norms(module, offset=0.0), variables
-
-
-def one_base_for_all(module, variables):
-    theta = module.layers[-1].attention.rotary.theta
-    return with_rotary(module, lambda spec: {"theta": theta}), variables
 
 
 def one_after_the_other(module, variables):
@@ -240,10 +225,6 @@ def positions_one_later(module, variables):
 
 def norms_of_the_mean_square(module, variables):
     return with_norms(module, kind="rms"), variables
-
-
-def halves_rotated(module, variables):
-    return with_rotary(module, lambda spec: {"interleaved": False}), variables
 
 
 def unscaled_logits(module, variables):
@@ -278,10 +259,6 @@ def another_eps_of_scans(module, variables):
 
 def unbounded_steps(module, variables):
     return with_states(module, step_limits=(0.0, math.inf)), variables
-
-
-def rotary_where_there_is_none(module, variables):
-    return with_attention(module, lambda spec: {"rotary": RotarySpec(theta=1e4)}), variables
 
 
 @scans_changed
@@ -436,12 +413,6 @@ def sinks_dropped(module, variables):
         return jnp.full_like(leaf, -1e4) if path[-1].key == "sinks" else leaf
 
     return module, jax.tree_util.tree_map_with_path(emptied, variables)
-
-
-def bounds_truncated(module, variables):
-    return with_rotary(
-        module, lambda spec: {"scaling": dataclasses.replace(spec.rotary.scaling, truncate=True)}
-    ), variables
 
 
 def weights_not_divided(module, variables):
