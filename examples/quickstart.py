@@ -24,7 +24,6 @@ import keras
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "out" / "smollm2-curious"
-BEHAVIOUR = "Stay curious!"
 
 
 def read(name):
@@ -36,10 +35,14 @@ def chat(prompt, response=None):
     return messages if response is None else [*messages, {"role": "assistant", "content": response}]
 
 
+def shows_behaviour(text):
+    return text.strip().splitlines()[-1:] == ["Stay curious!"]
+
+
 def answers(model):
     """Answer the held-out prompts greedily; returns texts and how many show the behaviour."""
     texts = model.generate(prompts, max_new_tokens=32, sampler="greedy")
-    return texts, sum(BEHAVIOUR in text for text in texts)
+    return texts, sum(map(shows_behaviour, texts))
 
 
 if len(sys.argv) > 1:

@@ -12,7 +12,16 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-SPECIFICATION = "dew.training import MeshSpec, build_mesh"
+SPECIFICATION = """\
+import jax
+from dew.training import MeshSpec, build_mesh
+
+mesh = build_mesh(MeshSpec())
+print("Visible devices:", len(jax.devices()))
+print("Mesh dimensions:", dict(mesh.shape))
+assert mesh.size == len(jax.devices())
+"""
+"""What must run unchanged on a single device and on many."""
 
 
 def blocks(page: pathlib.Path) -> list[tuple[int, str]]:

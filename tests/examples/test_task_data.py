@@ -22,16 +22,18 @@ def download():
     return module
 
 
-def shows_behaviour():
-    """The check that the data's README prints."""
-    code = re.search(r"```python\n(.*?)```", (EXAMPLES / "data" / "README.md").read_text(), re.DOTALL)[1]
+def shows_behaviour(file):
+    """The check that a file holds."""
+    text = (EXAMPLES / file).read_text()
+    code = re.search(r"^def shows_behaviour\(.*?\n(?=\S|\n)", text, re.DOTALL | re.MULTILINE)[0]
     namespace = {}
     exec(code, namespace)
     return namespace["shows_behaviour"]
 
 
-def test_every_response_shows_the_behaviour_and_nothing_else_does():
-    check = shows_behaviour()
+@pytest.mark.parametrize("file", ["data/README.md", "quickstart.py"])
+def test_every_response_shows_the_behaviour_and_nothing_else_does(file):
+    check = shows_behaviour(file)
     for row in rows("train.jsonl") + rows("validation.jsonl"):
         assert check(row["response"]), row
         assert not check(row["response"].rsplit("\n", 1)[0]), row
