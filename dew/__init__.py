@@ -1,10 +1,13 @@
 """Sharded training and generation in JAX and Flax: one program, the same numbers on every mesh.
 
-Names are imported when first used, so that `import dew` opens no backend and costs next to nothing.
+Names are imported when first used, so that `import dew` opens no backend and costs next to nothing. Where XLA_FLAGS
+simulates devices, importing gives them threads (`dew.simulated_devices`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from dew.simulated_devices import give_threads
 
 if TYPE_CHECKING:
     from dew.data.dataset import Dataset
@@ -24,6 +27,8 @@ _HOMES = {
     "load_pretrained": "dew.pretrained.load",
     "pipeline": "dew.inference.task",
 }
+
+give_threads()
 
 
 def __getattr__(name: str) -> Any:

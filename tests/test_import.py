@@ -73,3 +73,19 @@ def test_the_facade_says_what_to_do_when_keras_runs_on_another_backend():
     assert "KERAS_BACKEND" in result.stderr
     assert "jax" in result.stderr
     assert "numpy" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({}, "None"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, "None"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, "32"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "3"}, "3"),
+    ],
+)
+def test_importing_gives_simulated_devices_threads_unless_someone_has(variables, threads):
+    kept = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    code = "import os, dew; print(os.environ.get('NPROC'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=kept | variables, capture_output=True, text=True)
+    assert done.stdout.strip() == threads, done.stderr

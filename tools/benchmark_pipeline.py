@@ -131,7 +131,7 @@ def measure(options: Options, schedule: str, stages: int, microbatches: int) -> 
         stages: Stages.
         microbatches: Microbatches.
     """
-    from dew.parallel.schedules import gpipe_timetable, one_f_one_b_timetable
+    from dew.parallel.schedules import SCHEDULES
     from dew.placement.mesh import batch_divisor
 
     trainer = trainer_of(options, schedule, stages, microbatches)
@@ -139,7 +139,7 @@ def measure(options: Options, schedule: str, stages: int, microbatches: int) -> 
     batch = {"tokens": np.random.default_rng(0).integers(0, options.vocab, (rows, options.length + 1))}
     compiled = trainer.lower(batch).compile()
     times = _step_times(trainer, batch, options.samples) if options.samples else ()
-    table = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}[schedule](stages, microbatches)
+    table = SCHEDULES[schedule].timetable(stages, microbatches)
     return Measurement(
         schedule=schedule,
         stages=stages,

@@ -35,6 +35,7 @@ from dew.objectives.language import LanguageModel
 from dew.objectives.routing import EXPERT_LOAD
 from dew.placement import AXES, DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, build_mesh
 from dew.placement.rules import spec_axes
+from dew.simulated_devices import give_threads
 from dew.training.placing import plain
 from dew.training.trainer import Trainer
 from dew.tree import map_named, named_leaves
@@ -381,6 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--axis", action="append", choices=AXES, help="meshes that split this axis, or this one, ...")
     options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
+    give_threads()
     try:
         cases = selected(options)
     except ValueError as error:

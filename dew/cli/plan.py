@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from dew.cli.words import byte_count, mesh_factors
 from dew.nn.attention_report import accelerator_named
-from dew.nn.backbones.staging import Schedule
+from dew.parallel.schedules import ScheduleName
 from dew.placement.layout import Layout
 from dew.planning import estimate_bytes, plan_text, planned_mesh
 from dew.pretrained.load import describe
@@ -28,7 +28,7 @@ def plan_checkpoint(
     dtype: str | None = None,
     device_memory: str | None = None,
     accelerator: str | None = None,
-    schedule: Schedule = "gpipe",
+    schedule: ScheduleName = "gpipe",
     min_shard: int = 2**16,
     revision: str | None = None,
     table: Annotated[bool, arg(help="List every leaf.")] = False,

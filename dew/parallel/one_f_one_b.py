@@ -1,15 +1,16 @@
 """1F1B: each microbatch runs backward as soon as it is scored, so the memory of a step does not grow with their number.
 
-Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2). Stages tick in lockstep, idle ones on
-zeros: control flow that differs between stages deadlocks where the partitioner puts a collective into a branch. A
-stage keeps the inputs of the microbatches on their way, 2 S - 1 at most, and runs forward again from them.
+Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2), which follows a timetable. Stages tick in
+lockstep, idle ones on zeros: control flow that differs between stages deadlocks where the partitioner puts a collective
+into a branch. A stage keeps the inputs of the microbatches on their way, 2 S - 1 at most, and runs forward again from
+them.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 
 from dew.arrays import Array, Float
 from dew.parallel.gpipe import through_stages
-from dew.parallel.schedules import IDLE, one_f_one_b_timetable
+from dew.parallel.schedules import IDLE, Timetable
 from dew.parallel.stages import Pipeline
 
 
@@ -46,13 +47,14 @@ class StagedModel:
 
 
 def scheduled_loss(
-    pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any
+    pipeline: Pipeline, model: StagedModel, table: Timetable, outer: Any, weights: Any, given: Any
 ) -> tuple[Float[Array, ""], tuple[Any, Any]]:
     """Score a batch; differentiated, compute its gradients in the order of the schedule.
 
     Args:
         pipeline: The stages and microbatches.
         model: The model's functions.
+        table: Who works on what when; a microbatch moves one stage a tick, and turns around at the last within one.
         outer: Weights outside the stages.
         weights: Weights of all stages, leaves `[stages, ...]`.
         given: Tree of arrays `[B, T]`.
@@ -64,26 +66,27 @@ def scheduled_loss(
     Raises:
         ValueError: If a device's rows do not divide into microbatches.
     """
-    return _scheduled(pipeline, model, outer, weights, given)
+    return _scheduled(pipeline, model, table, outer, weights, given)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scheduled(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> tuple[Array, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scheduled(
+    pipeline: Pipeline, model: StagedModel, table: Timetable, outer: Any, weights: Any, given: Any
+) -> tuple[Array, Any]:
     outer = model.prepare(outer)
     x, said = through_stages(pipeline, model.stage, weights, model.embed(outer, given), given)
     total, further = model.score(outer, x, given)
     return total + model.extra(said), (further, said)
 
 
-def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, given: Any) -> Any:
+def _forward(pipeline: Pipeline, model: StagedModel, table: Timetable, outer: Any, weights: Any, given: Any) -> Any:
     prepared, transposed = jax.vjp(model.prepare, outer)
-    schedule = _Schedule(pipeline, model, prepared, weights, jax.tree.map(pipeline.split, given))
-    table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
+    schedule = _Schedule(pipeline, model, table.slots, prepared, weights, jax.tree.map(pipeline.split, given))
     carry = schedule.start()
     slopes = schedule.slopes(carry["said"])
     for (runs_forward, runs_backward), ticks in _phases(table.forward, table.backward):
         tick = functools.partial(schedule.tick, slopes=slopes, runs_forward=runs_forward, runs_backward=runs_backward)
-        carry, _ = jax.lax.scan(tick, carry, (ticks, table.forward[ticks], table.backward[ticks]))
+        carry, _ = jax.lax.scan(tick, carry, _Entries.of(table, ticks))
     by_outer, by_weights = jax.tree.map(
         lambda sums, own: sums.astype(own.dtype), carry["gradients"], (prepared, weights)
     )
@@ -91,7 +94,9 @@ def _forward(pipeline: Pipeline, model: StagedModel, outer: Any, weights: Any, g
     return (total + model.extra(said), (further, said)), (*transposed(by_outer), by_weights)
 
 
-def _backward(pipeline: Pipeline, model: StagedModel, gradients: Any, cotangents: tuple[Array, Any]) -> Any:
+def _backward(
+    pipeline: Pipeline, model: StagedModel, table: Timetable, gradients: Any, cotangents: tuple[Array, Any]
+) -> Any:
     by_total = cotangents[0]
     scaled = jax.tree.map(lambda gradient: gradient * by_total.astype(gradient.dtype), gradients)
     return *scaled, None
@@ -107,6 +112,28 @@ def _phases(forward: np.ndarray, backward: np.ndarray) -> list[tuple[tuple[bool,
     return [(kind, np.array(list(ticks), np.int32)) for kind, ticks in grouped]
 
 
+class _Entries(NamedTuple):
+    """What a timetable says of a tick.
+
+    Attributes:
+        slot: Where the stages' inputs are kept.
+        forward: Microbatch of each stage, `IDLE` for none.
+        backward: Likewise.
+        read: Where each stage's input of its backward pass was kept.
+    """
+
+    slot: Array
+    forward: Array
+    backward: Array
+    read: Array
+
+    @classmethod
+    def of(cls, table: Timetable, ticks: np.ndarray) -> "_Entries":
+        """Take some ticks of a timetable."""
+        slots = np.asarray(ticks % table.slots, np.int32)
+        return cls(*map(jnp.asarray, (slots, table.forward[ticks], table.backward[ticks], table.read_slots[ticks])))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
     """The ticks of one step.
@@ -114,6 +141,7 @@ class _Schedule:
     Attributes:
         pipeline: The stages and microbatches.
         model: The model's functions.
+        slots: Places for kept inputs on a stage.
         outer: Weights outside the stages, prepared.
         weights: Weights of all stages.
         parts: What the microbatches say, leaves `[M, rows, T]`.
@@ -121,6 +149,7 @@ class _Schedule:
 
     pipeline: Pipeline
     model: StagedModel
+    slots: int
     outer: Any
     weights: Any
     parts: Any
@@ -128,11 +157,6 @@ class _Schedule:
     def slopes(self, said: Any) -> Any:
         """Give what the total gains from each sum of the stages, the same at every tick."""
         return jax.grad(lambda said: jnp.asarray(self.model.extra(said), jnp.float32))(said)
-
-    @property
-    def slots(self) -> int:
-        """Stage inputs that are kept: those of the first stage, which waits longest."""
-        return 2 * self.pipeline.stages - 1
 
     def start(self) -> dict[str, Any]:
         """Make the values that the first tick is handed."""
@@ -155,35 +179,35 @@ class _Schedule:
     def tick(
         self,
         carry: dict[str, Any],
-        entries: tuple[Array, Array, Array],
+        entries: _Entries,
         *,
         slopes: Any,
         runs_forward: bool,
         runs_backward: bool,
     ) -> tuple[dict[str, Any], None]:
         """Run one tick on all stages: forward, then backward."""
-        number, forward, backward = entries
         done = None
         if runs_forward:
-            carry, done = self._run_forward(carry, number, forward)
+            carry, done = self._run_forward(carry, entries)
         if runs_backward:
-            carry = self._run_backward(carry, done, forward, backward, slopes)
+            carry = self._run_backward(carry, done, entries, slopes)
         return carry, None
 
-    def _run_forward(self, carry: dict[str, Any], number: Array, forward: Array) -> tuple[dict[str, Any], Array]:
-        pipeline = self.pipeline
+    def _run_forward(self, carry: dict[str, Any], entries: _Entries) -> tuple[dict[str, Any], Array]:
+        pipeline, forward = self.pipeline, entries.forward
         first = self.model.embed(self.outer, self._part(forward[0]))
         x = pipeline.pinned(pipeline.at(0, first, carry["handed"]))
-        kept = jax.lax.dynamic_update_index_in_dim(carry["kept"], x, number % self.slots, 0)
+        kept = jax.lax.dynamic_update_index_in_dim(carry["kept"], x, entries.slot, 0)
         done, said = self._stages(self.weights, x, pipeline.taken(self.parts, forward))
         said = jax.tree.map(jnp.add, carry["said"], pipeline.of_working(forward, said))
         kept = pipeline.pinned_slots(kept)
         return carry | {"handed": pipeline.shifted(done, 1), "kept": kept, "said": said}, done
 
     def _run_backward(
-        self, carry: dict[str, Any], done: Array | None, forward: Array, backward: Array, slopes: Any
+        self, carry: dict[str, Any], done: Array | None, entries: _Entries, slopes: Any
     ) -> dict[str, Any]:
         pipeline, (by_outer, by_weights) = self.pipeline, carry["gradients"]
+        _, forward, backward, read = entries
         arriving = carry["returned"]
         if done is not None:  # the last stage turns what it has just finished around
             sums, by_scoring, last = self._scored(pipeline.from_stage(done, pipeline.stages - 1), forward[-1])
@@ -192,8 +216,7 @@ class _Schedule:
             arriving = pipeline.at(pipeline.stages - 1, last, arriving)
         # Idle stages are handed zeros: nobody is behind the last stage, and what they compute from zeros is zero.
         arriving = pipeline.pinned(arriving)
-        # A stage's input was kept at the tick of its forward pass, its own number after the microbatch's.
-        x = pipeline.picked(carry["kept"], (backward + np.arange(pipeline.stages)) % self.slots)
+        x = pipeline.picked(carry["kept"], read)
         inputs = pipeline.taken(self.parts, backward)
         _, transposed = jax.vjp(lambda weights, x: self._stages(weights, x, inputs), self.weights, x)
         by_stages, leaving = transposed((arriving, pipeline.of_working(backward, slopes)))
@@ -204,13 +227,16 @@ class _Schedule:
         return carry | {"returned": pipeline.shifted(leaving, -1), "gradients": gradients}
 
     def _scored(self, x: Array, microbatch: Array) -> tuple[Any, Any, Array]:
-        """Score what left the last stage: the sums, the total's gradients by the outer weights and by `x`."""
-        given = self._part(microbatch)
+        """Score what left the last stage: the sums, the total's gradients by the outer weights and by `x`.
+
+        All are zero where the stage was idle.
+        """
+        given, works = self._part(microbatch), microbatch >= 0
         total, transposed, further = jax.vjp(
             lambda outer, x: self.model.score(outer, x, given), self.outer, x, has_aux=True
         )
-        by_outer, by_x = transposed(jnp.ones_like(total))
-        return (total, further), by_outer, by_x
+        by_outer, by_x = transposed(works.astype(total.dtype))
+        return jax.tree.map(lambda leaf: jnp.where(works, leaf, 0), (total, further)), by_outer, by_x
 
     def _shapes(self) -> tuple[Array, Any, Any]:
         """Compute one microbatch's activation, its sums, and the sums of all stages; only their shapes are used."""

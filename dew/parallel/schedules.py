@@ -1,12 +1,16 @@
 """Which microbatch each pipeline stage works on at each tick: timetables as data, and what follows from them.
 
-Entry points: `Timetable`, `gpipe_timetable`, `one_f_one_b_timetable` (GPipe: https://arxiv.org/abs/1811.06965, section
-2.3; 1F1B: https://arxiv.org/abs/1806.03377, section 3.2). All stages tick together, idle ones too.
+Entry points: `Schedule`, `SCHEDULES`, `Timetable` (GPipe: https://arxiv.org/abs/1811.06965, section 2.3; 1F1B:
+https://arxiv.org/abs/1806.03377, section 3.2). All stages tick together, idle ones too.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
+
+ScheduleName = Literal["gpipe", "1f1b"]
 
 IDLE = -1
 """A timetable's entry where a stage has nothing to do."""
@@ -55,6 +59,21 @@ class Timetable:
         held = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
         return held.max(axis=0)
 
+    @property
+    def slots(self) -> int:
+        """Places for kept inputs on a stage: that of tick t is t modulo their number."""
+        return int((self._ticks(self.backward) - self._ticks(self.forward)).max()) + 1
+
+    @property
+    def read_slots(self) -> np.ndarray:
+        """Place of the input that each backward pass reads, int32 [ticks, stages]; the first for idle stages."""
+        kept_at = self._ticks(self.forward)[self.backward, np.arange(self.num_stages)]
+        return np.where(self.backward == IDLE, 0, kept_at % self.slots).astype(np.int32)
+
+    def _ticks(self, entries: np.ndarray) -> np.ndarray:
+        """Give the tick of each microbatch on each stage, [microbatches, stages]."""
+        return np.stack([(entries == number).argmax(axis=0) for number in range(self.num_microbatches)])
+
     def bubble(self, backward_cost: float = 2.0) -> float:
         """Give the share of the stages' time in which they are idle.
 
@@ -63,6 +82,24 @@ class Timetable:
         """
         useful = self.num_microbatches * (1 + backward_cost)
         return 1 - useful / (self.forward_ticks + backward_cost * self.backward_ticks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """An order of a pipeline's work: whatever runs, refuses, counts or draws one asks here.
+
+    Attributes:
+        name: What users call it.
+        timetable: (stages, microbatches) -> the ticks of a step.
+        scores_inside: Whether a microbatch is scored, and runs backward, before all have run forward. Then a step makes
+            its own gradients, those of the token cross entropy (`one_f_one_b.scheduled_loss`, for any timetable in
+            which a microbatch moves one stage a tick and is scored in the tick in which it leaves the last); else it is
+            differentiated as it stands, under any objective.
+    """
+
+    name: ScheduleName
+    timetable: Callable[[int, int], Timetable]
+    scores_inside: bool
 
 
 def gpipe_timetable(num_stages: int, num_microbatches: int) -> Timetable:
@@ -98,6 +135,17 @@ def one_f_one_b_timetable(num_stages: int, num_microbatches: int) -> Timetable:
         _entries(ticks - stages, num_microbatches),
         _entries(ticks - 2 * (num_stages - 1) + stages, num_microbatches),
     )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", gpipe_timetable, scores_inside=False),
+        Schedule("1f1b", one_f_one_b_timetable, scores_inside=True),
+    )
+}
+"""By name. One whose stages hold several chunks of layers (interleaved, https://arxiv.org/abs/2104.04473, section 2.2)
+would say in its timetable which chunk an entry is about."""
 
 
 def _entries(microbatches: np.ndarray, count: int) -> np.ndarray:

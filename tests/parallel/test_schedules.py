@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from dew.parallel.schedules import IDLE, gpipe_timetable, one_f_one_b_timetable
+from dew.parallel.schedules import IDLE, SCHEDULES, gpipe_timetable, one_f_one_b_timetable
 
 SIZES = [(1, 1), (2, 2), (2, 4), (3, 3), (4, 4), (4, 16), (8, 32)]
-TIMETABLES = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}
 
 
 def ticks_of(entries, microbatches):
@@ -16,10 +15,10 @@ def ticks_of(entries, microbatches):
     return found.argmax(axis=1)
 
 
-@pytest.mark.parametrize("name", TIMETABLES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages, microbatches", SIZES)
 def test_every_microbatch_passes_each_stage_once_each_way_in_order(name, stages, microbatches):
-    table = TIMETABLES[name](stages, microbatches)
+    table = SCHEDULES[name].timetable(stages, microbatches)
     forward, backward = (ticks_of(entries, microbatches) for entries in (table.forward, table.backward))
     assert ((table.forward == IDLE) | (table.forward >= 0)).all()
     # One hop takes one tick, because the hand-over follows the tick.
@@ -30,10 +29,10 @@ def test_every_microbatch_passes_each_stage_once_each_way_in_order(name, stages,
     assert (table.num_stages, table.num_microbatches) == (stages, microbatches)
 
 
-@pytest.mark.parametrize("name", TIMETABLES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages, microbatches", SIZES)
 def test_the_idle_share_is_the_published_one_whatever_a_backward_pass_costs(name, stages, microbatches):
-    table = TIMETABLES[name](stages, microbatches)
+    table = SCHEDULES[name].timetable(stages, microbatches)
     for cost in (1.0, 2.0, 3.5):
         assert table.bubble(cost) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 

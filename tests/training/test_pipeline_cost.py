@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dew.objectives.language import LanguageModel
-from dew.parallel.schedules import gpipe_timetable, one_f_one_b_timetable
+from dew.parallel.schedules import SCHEDULES
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.stacks import stack_view
@@ -28,7 +28,6 @@ from tests.tiny import tiny_decoder, tiny_layer
 DEVICES, STAGES, FSDP = 8, 4, 2
 # Only these sizes have a factor of 5 or 3: what holds a table or an activation is told from a layer's weights by it.
 VOCAB_SIZE, LENGTH = 80, 48
-TIMETABLES = {"gpipe": gpipe_timetable, "1f1b": one_f_one_b_timetable}
 STACK_PASSES = {"gpipe": 3, "1f1b": 4}
 """How often a stage's products are computed for a microbatch: forward, twice backward, and 1F1B forward again."""
 
@@ -71,21 +70,21 @@ def travelling(schedule):
 
 def test_temporaries_of_1f1b_do_not_grow_with_the_microbatches_and_those_of_gpipe_do():
     few, many = (
-        {name: compiled(name, count).memory_analysis().temp_size_in_bytes for name in TIMETABLES} for count in (4, 32)
+        {name: compiled(name, count).memory_analysis().temp_size_in_bytes for name in SCHEDULES} for count in (4, 32)
     )
     assert many["1f1b"] <= 1.1 * few["1f1b"], (few, many)
     assert many["gpipe"] >= 3 * few["gpipe"], (few, many)
     assert many["1f1b"] <= many["gpipe"] / 4, (few, many)
 
 
-@pytest.mark.parametrize("schedule", TIMETABLES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_token_tables_and_their_gradients_travel_once_a_step(schedule):
     of_tables = [each for each in travelling(schedule) if any(VOCAB_SIZE in shape for shape in each.shapes)]
     assert len(of_tables) >= 2, "a gather and a sum of gradients"
     assert all(each.executions == 1 for each in of_tables), of_tables
 
 
-@pytest.mark.parametrize("schedule", TIMETABLES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_weights_moments_and_averages_live_on_their_stage_and_never_travel_to_another(schedule):
     places = named_leaves(trainer(schedule, 4).shardings())
     kinds = {"variables/params", *(f"opt_state/slots/{kind}" for kind in ("momentum", "velocity", "average"))}
@@ -98,10 +97,10 @@ def test_weights_moments_and_averages_live_on_their_stage_and_never_travel_to_an
     assert [each for each, size in sizes if size >= least and size % 3 and size % 5] == []
 
 
-@pytest.mark.parametrize("schedule", TIMETABLES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 4), (4, 32)])
 def test_each_device_computes_what_the_timetable_says(schedule, stages, microbatches):
-    table = TIMETABLES[schedule](stages, microbatches)
+    table = SCHEDULES[schedule].timetable(stages, microbatches)
     head = 3 * 2 * DEVICES // stages * microbatches * LENGTH * VOCAB_SIZE * 32
     whole = flops(None, STAGES) * microbatches // stages  # of DEVICES rows, times the rows a device has
     ticks = table.forward_ticks / microbatches

@@ -21,7 +21,6 @@ from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_
 from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
 from dew.nn.backbones.pipelined import PipelinedDecoder, table_bytes
 from dew.nn.backbones.staging import (
-    Schedule,
     checked_schedule,
     refuse_float16,
     refuse_unscheduled,
@@ -38,6 +37,7 @@ from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.router import RouterTraining, Routing, is_balance_bias, router_loss
 from dew.nn.sharding import constrain, gather_weights, unboxed
 from dew.parallel.choice import SequenceImplementation, checked_sequence_implementation
+from dew.parallel.schedules import SCHEDULES, ScheduleName
 from dew.parallel.stages import current_pipeline
 from dew.placement.stacks import Bank, StackView
 
@@ -84,7 +84,7 @@ class CausalTransformer(nn.Module):
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
     sequence_impl: SequenceImplementation = "auto"
-    schedule: Schedule = "gpipe"
+    schedule: ScheduleName = "gpipe"
     router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
@@ -396,12 +396,12 @@ class CausalTransformer(nn.Module):
     @property
     def scores_in_schedule(self) -> bool:
         """Whether training on the mesh in context needs `token_loss`, which scores between the stages' passes."""
-        return self.schedule == "1f1b" and current_pipeline() is not None
+        return SCHEDULES[self.schedule].scores_inside and current_pipeline() is not None
 
     @property
     def pipelined_table_bytes(self) -> int:
         """Bytes of token tables, and of the sums of their gradients, that a pipelined step holds on each device."""
-        return table_bytes(self) if self.schedule == "1f1b" else 0
+        return table_bytes(self) if SCHEDULES[self.schedule].scores_inside else 0
 
     def token_loss(
         self,

@@ -21,6 +21,7 @@ from dew.nn.router import Routing
 from dew.nn.sharding import constrain, constrain_weights
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
+from dew.parallel.schedules import SCHEDULES
 from dew.parallel.stages import Pipeline
 from dew.parallel.table_copies import copied_token_loss, copies_of, look_up, pinned_copies
 
@@ -90,7 +91,10 @@ class PipelinedDecoder:
         banked = {bank_name(run) for run in self._segment.runs}
         outer = {name: self.decoder.stored(name) for name in self.decoder.parts() if name not in banked}
         model = self._model((rows // self.pipeline.microbatches, length), router_loss)
-        total, ((correct, mass), said) = scheduled_loss(self.pipeline, model, outer, self._stage_weights(), given)
+        timetable = SCHEDULES[self.decoder.schedule].timetable(self.pipeline.stages, self.pipeline.microbatches)
+        total, ((correct, mass), said) = scheduled_loss(
+            self.pipeline, model, timetable, outer, self._stage_weights(), given
+        )
         return total, correct, mass, self._routing(said)
 
     @property

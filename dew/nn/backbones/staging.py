@@ -1,25 +1,25 @@
 """How a layer stack divides into pipeline stages, and in which order its microbatches may run.
 
-Entry points: `Schedule`, `checked_schedule`, `refuse_unscheduled`, `staged_segment`. A stage owns whole turns of the
+Entry points: `checked_schedule`, `refuse_unscheduled`, `staged_segment`. A stage owns whole turns of the
 one loop that runs the stack, so that every stage computes the same function of its own layers.
 """
 
 import dataclasses
 import itertools
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax.numpy as jnp
 
 from dew.nn.backbones.banks import Segment, segments, whole_period
 from dew.nn.block import LayerSpec
+from dew.parallel.schedules import SCHEDULES, ScheduleName
 from dew.placement.layout import LayoutRefused
 
-Schedule = Literal["gpipe", "1f1b"]
 MOST_RUNS = 8
 """Runs of like layers that an error lists."""
 
 
-def checked_schedule(schedule: Any) -> Schedule:
+def checked_schedule(schedule: Any) -> ScheduleName:
     """Check the name of a pipeline schedule.
 
     Args:
@@ -28,8 +28,8 @@ def checked_schedule(schedule: Any) -> Schedule:
     Raises:
         ValueError: If there is no such schedule.
     """
-    if schedule not in get_args(Schedule):
-        raise ValueError(f"schedule must be 'gpipe' or '1f1b'. Received: schedule={schedule!r}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be {' or '.join(map(repr, SCHEDULES))}. Received: schedule={schedule!r}")
     return schedule
 
 
@@ -45,11 +45,12 @@ def refuse_unscheduled(module: Any, stages: int, scored_by: str | None) -> None:
         ValueError: If the schedule scores between the stages' passes, and something else is to score or the module
             computes in float16.
     """
-    if stages == 1 or getattr(module, "schedule", None) != "1f1b":
+    schedule = getattr(module, "schedule", None)
+    if stages == 1 or schedule is None or not SCHEDULES[schedule].scores_inside:
         return
     if scored_by is not None:
         raise ValueError(
-            "schedule='1f1b' scores between the stages' passes and trains with the token cross entropy of "
+            f"schedule={schedule!r} scores between the stages' passes and trains with the token cross entropy of "
             "LanguageModel, loss='auto' of the facade, only. Use schedule='gpipe' for another loss. "
             f"Received: {scored_by}"
         )
