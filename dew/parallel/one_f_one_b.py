@@ -131,7 +131,8 @@ class _Entries(NamedTuple):
     def of(cls, table: Timetable, ticks: np.ndarray) -> "_Entries":
         """Take some ticks of a timetable."""
         slots = np.asarray(ticks % table.slots, np.int32)
-        return cls(*map(jnp.asarray, (slots, table.forward[ticks], table.backward[ticks], table.read_slots[ticks])))
+        numbers = (slots, table.forward[ticks], table.backward[ticks], table.read_slots[ticks])
+        return cls(*jax.lax.optimization_barrier(tuple(map(jnp.asarray, numbers))))  # see `Pipeline.after`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +186,8 @@ class _Schedule:
         runs_forward: bool,
         runs_backward: bool,
     ) -> tuple[dict[str, Any], None]:
-        """Run one tick on all stages: forward, then backward."""
-        done = None
+        """Run one tick on all stages: forward, then backward, each when what is before it is done."""
+        entries, done = self.pipeline.after(entries, carry["handed"], carry["returned"]), None
         if runs_forward:
             carry, done = self._run_forward(carry, entries)
         if runs_backward:
@@ -207,15 +208,17 @@ class _Schedule:
         self, carry: dict[str, Any], done: Array | None, entries: _Entries, slopes: Any
     ) -> dict[str, Any]:
         pipeline, (by_outer, by_weights) = self.pipeline, carry["gradients"]
-        _, forward, backward, read = entries
+        forward = entries.forward
         arriving = carry["returned"]
         if done is not None:  # the last stage turns what it has just finished around
+            forward = pipeline.after(forward, done)
             sums, by_scoring, last = self._scored(pipeline.from_stage(done, pipeline.stages - 1), forward[-1])
             carry = carry | {"sums": jax.tree.map(jnp.add, carry["sums"], sums)}
             by_outer = _added(by_outer, by_scoring)
             arriving = pipeline.at(pipeline.stages - 1, last, arriving)
         # Idle stages are handed zeros: nobody is behind the last stage, and what they compute from zeros is zero.
         arriving = pipeline.pinned(arriving)
+        backward, read = pipeline.after((entries.backward, entries.read), arriving, carry["handed"])
         x = pipeline.picked(carry["kept"], read)
         inputs = pipeline.taken(self.parts, backward)
         _, transposed = jax.vjp(lambda weights, x: self._stages(weights, x, inputs), self.weights, x)

@@ -18,6 +18,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.arrays import Array, Int, Shaped
+from dew.parallel.schedules import IDLE
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import batch_divisor
 from dew.placement.rules import DEFAULT_RULES, STAGE, resolve
@@ -165,6 +166,27 @@ class Pipeline:
         spec = self._spec(x.shape)
         move = lambda local: jax.lax.ppermute(local, STAGE, pairs)  # noqa: E731
         return jax.shard_map(move, mesh=self.mesh, in_specs=spec, out_specs=spec)(x)
+
+    def after(self, numbers: Any, *activations: Shaped[Array, "stages rows T D"]) -> Any:
+        """Give numbers of a timetable, all at least `IDLE`, once activations are there.
+
+        Collectives that read by them then follow those that made the activations. XLA on CPU runs what does not depend
+        on each other in any order, which may differ between devices: they would wait for each other for ever.
+
+        Args:
+            numbers: Tree of integer arrays, the same on every device.
+            activations: Of all stages.
+        """
+        specs = tuple(self._spec(x.shape) for x in activations)
+
+        def local(numbers: Any, *activations: Array) -> Any:
+            first = sum(x.reshape(-1)[0].astype(jnp.float32) for x in activations).astype(jnp.int32)
+            return jax.tree.map(lambda number: jnp.where(number >= IDLE, number, first), numbers)
+
+        run = jax.shard_map(
+            local, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=PartitionSpec(), check_vma=False
+        )
+        return run(numbers, *activations)
 
     def from_stage(self, x: Shaped[Array, "stages rows T D"], stage: int) -> Shaped[Array, "rows T D"]:
         """Give all devices one stage's value, positions split over the stages where they divide."""
