@@ -1,9 +1,8 @@
 """1F1B: each microbatch runs backward as soon as it is scored, so the memory of a step does not grow with their number.
 
 Entry point: `scheduled_loss` (https://arxiv.org/abs/1806.03377, section 3.2), which follows a timetable. Stages tick in
-lockstep, idle ones on zeros: control flow that differs between stages deadlocks where the partitioner puts a collective
-into a branch. A stage keeps the inputs of the microbatches on their way, 2 S - 1 at most, and runs forward again from
-them.
+lockstep, idle ones on zeros: branches that differ between stages deadlock where the partitioner puts a collective into
+one. A stage keeps the inputs of the microbatches on their way, and runs forward again from them.
 """
 
 import dataclasses

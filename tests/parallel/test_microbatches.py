@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
+from dew.parallel.schedules import one_f_one_b_timetable
 from dew.parallel.stages import current_pipeline, microbatched_into
 from dew.placement.mesh import MeshSpec, build_mesh
 from tools.collectives import collectives
@@ -43,8 +44,10 @@ def one_f_one_b(rows):
         pinned=lambda outer, weights: (outer, weights),
     )
 
+    table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
+
     def loss(outer, weights):
-        return scheduled_loss(pipeline, model, outer, weights, {"rows": rows})
+        return scheduled_loss(pipeline, model, table, outer, weights, {"rows": rows})
 
     _, (of_scoring, of_stages) = jax.grad(loss, argnums=(0, 1), has_aux=True)(jnp.ones(()), jnp.ones(pipeline.stages))
     return [of_scoring[None], of_stages]
@@ -75,7 +78,9 @@ def test_gradients_of_1f1b_are_those_of_the_formula_whatever_is_made_of_the_tota
             score=lambda outer, x, given: (outer * jnp.sum(x), ()),
             pinned=lambda outer, weights: (outer, weights),
         )
-        return scheduled_loss(current_pipeline(), model, outer, weights, {"rows": rows})[0] / 3
+        pipeline = current_pipeline()
+        table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
+        return scheduled_loss(pipeline, model, table, outer, weights, {"rows": rows})[0] / 3
 
     def formula(outer, weights):
         entering = 2 * outer
