@@ -180,7 +180,7 @@ class Pipeline:
         specs = tuple(self._spec(x.shape) for x in activations)
 
         def local(numbers: Any, *activations: Array) -> Any:
-            first = sum(x.reshape(-1)[0].astype(jnp.float32) for x in activations).astype(jnp.int32)
+            first = jnp.sum(jnp.stack([x.reshape(-1)[0].astype(jnp.float32) for x in activations])).astype(jnp.int32)
             return jax.tree.map(lambda number: jnp.where(number >= IDLE, number, first), numbers)
 
         run = jax.shard_map(
