@@ -4,7 +4,6 @@ Entry points: `AttentionSpec`, `SelfAttention` (grouped queries: https://arxiv.o
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal
 
@@ -94,22 +93,41 @@ class AttentionSpec:
         return KeyValueShape(num_heads=self.num_kv_heads, head_dim=self.head_dim)
 
 
-class SelfAttention(nn.Module):
-    """Attend within a row, causally.
+class AttentionMixer(nn.Module):
+    """What mixers that attend share.
 
     Attributes:
         features: Width of the residual stream.
-        spec: Heads, biases, norms, rotary.
+        spec: Shape of the attention.
         param_dtype: Storage dtype of the weights.
         implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
         sequence_impl: Exchange of a mesh that splits positions, one of `dew.parallel.choice`.
     """
 
     features: int
-    spec: AttentionSpec
+    spec: Any
     param_dtype: Any = "float32"
     implementation: Implementation = "auto"
     sequence_impl: SequenceImplementation = "auto"
+
+    def attend_rows(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K Hv"],
+        **options: Any,
+    ) -> Float[Array, "B T N Hv"]:
+        """Attend within whole rows, with an exchange where positions are split; options as `sharded_attention`'s."""
+        options["implementation"] = self.implementation
+        if splits_positions(jax.sharding.get_abstract_mesh()):
+            return sequence_attention(query, key, value, sequence_impl=self.sequence_impl, **options)
+        return sharded_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), **options)
+
+
+class SelfAttention(AttentionMixer):
+    """Attend within a row, causally; fields as `AttentionMixer`'s."""
+
+    spec: AttentionSpec
 
     def setup(self) -> None:
         """Declare the projections and the optional norms."""
@@ -148,24 +166,17 @@ class SelfAttention(nn.Module):
             The projected mixture, and the cache after the new keys.
         """
         query, key, value = self._heads(x, rotary)
-        if cache is not None:
-            cache, key, value = cache.append(key, value)
-            attend = sharded_attention
-        elif splits_positions(jax.sharding.get_abstract_mesh()):
-            attend = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
+        options: dict[str, Any] = {
+            "visibility": limited(visibility, window=self.spec.window, chunk=self.spec.chunk),
+            "scale": self.spec.logit_scale,
+            "softcap": self.spec.softcap,
+            "sinks": self.sinks,
+        }
+        if cache is None:
+            mixed = self.attend_rows(query, key, value, **options)
         else:
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            attend = sharded_attention
-        mixed = attend(
-            query,
-            key,
-            value,
-            visibility=limited(visibility, window=self.spec.window, chunk=self.spec.chunk),
-            scale=self.spec.logit_scale,
-            softcap=self.spec.softcap,
-            sinks=self.sinks,
-            implementation=self.implementation if cache is None else "auto",
-        )
+            cache, key, value = cache.append(key, value)
+            mixed = sharded_attention(query, key, value, **options)
         mixed = constrain(mixed, QUERY_NAMES)
         if self.spec.gate:
             mixed = jax.nn.sigmoid(constrain(self.gate_proj(x), QUERY_NAMES)) * mixed

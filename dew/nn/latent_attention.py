@@ -6,24 +6,20 @@ brought to the latents (the paper's absorbed projections) instead of expanding a
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from dew.arrays import Array, Float
-from dew.kernels.attention import Implementation, Visibility, attention
-from dew.nn.attention import AttentionSpec
+from dew.kernels.attention import Visibility, attention
+from dew.nn.attention import AttentionMixer, AttentionSpec
 from dew.nn.cache import LatentShape, LayerLatents
 from dew.nn.linear import Linear
 from dew.nn.norm import Norm, NormSpec
 from dew.nn.rope import RotarySpec, Tables, YarnScaling, rotate, yarn_sharpening
 from dew.nn.sharding import constrain
 from dew.parallel.attention_kernel import sharded_attention
-from dew.parallel.choice import SequenceImplementation
-from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention, splits_positions
+from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES
 
 NARROW_NAMES = ("activation_batch", "activation_length", None)
 
@@ -129,22 +125,10 @@ def attention_form(mixer: Any) -> AttentionSpec | None:
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 
-class LatentAttention(nn.Module):
-    """Attend within a row, causally.
+class LatentAttention(AttentionMixer):
+    """Attend within a row, causally; fields as `AttentionMixer`'s."""
 
-    Attributes:
-        features: Width of the residual stream.
-        spec: Heads, latents, norms, rotary.
-        param_dtype: Storage dtype of the weights.
-        implementation: Kernel of `dew.kernels.attention` for whole sequences; with a cache "auto" chooses.
-        sequence_impl: Exchange of a mesh that splits positions, one of `dew.parallel.choice`.
-    """
-
-    features: int
     spec: LatentAttentionSpec
-    param_dtype: Any = "float32"
-    implementation: Implementation = "auto"
-    sequence_impl: SequenceImplementation = "auto"
 
     def setup(self) -> None:
         """Declare the projections to latents and from them."""
@@ -174,38 +158,23 @@ class LatentAttention(nn.Module):
         rotary: Tables | None = None,
         cache: LayerLatents | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerLatents | None]:
-        """Attend from the tokens of `x` to them and to the cache.
-
-        Args:
-            x: Normalised residual stream.
-            visibility: Which keys each query reads.
-            rotary: Tables of the tokens' positions.
-            cache: This layer's window on the cache; None for whole sequences.
+        """Attend from the tokens of `x` to them and to the cache; arguments as `SelfAttention`'s.
 
         Returns:
             The projected mixture, and the cache after the new latents.
         """
         assert rotary is not None, "the caller computes the tables of every rotary spec"
         query, latents = self._queries(x, rotary), self._latents(x, rotary)
-        if cache is not None:
+        options: dict[str, Any] = {"visibility": visibility, "scale": self.spec.logit_scale}
+        if cache is None:
+            mixed = self.attend_rows(query, *self._expanded(latents), **options)
+        else:
             cache, latents = cache.append(latents)
             if self.spec.absorbs(x.shape[1], latents.shape[1]):
                 mixed = self._read_latents(query, latents, visibility)
-                return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
-        key, value = self._expanded(latents)
-        if cache is None and splits_positions(jax.sharding.get_abstract_mesh()):
-            attend: Any = functools.partial(sequence_attention, sequence_impl=self.sequence_impl)
-        else:
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            attend = sharded_attention
-        mixed = attend(
-            query,
-            key,
-            value,
-            visibility=visibility,
-            scale=self.spec.logit_scale,
-            implementation=self.implementation if cache is None else "auto",
-        )
+            else:
+                key, value = (each.swapaxes(1, 2) for each in self._expanded(latents))
+                mixed = sharded_attention(query, key, value, **options)
         return self.o_proj(constrain(mixed, QUERY_NAMES)), cache
 
     def _queries(self, x: Array, rotary: Tables) -> Float[Array, "B T N H"]:
