@@ -85,9 +85,8 @@ def choose_exchange(
 
     An exchange that leaves a device what a kernel named cannot run is out. Of the others, a window or chunks that reach
     into one slice at most take the banded path, unless the kernel skips what a window hides. Otherwise a call takes the
-    all-to-all where its heads divide, because its kernel sees whole rows and skips what order hides; a call that
-    nothing is hidden from takes whichever sends fewer bytes. Heads too few to trade leave the gather, or the ring where
-    that ends early enough to send less.
+    all-to-all where its heads divide, because its kernel sees whole rows and skips what order hides. Heads too few to
+    trade leave the gather, or the ring where that ends early enough to send less.
 
     Args:
         sizes: The call.
@@ -109,7 +108,7 @@ def choose_exchange(
     if named != "auto":
         path, reason = named, "named by sequence_impl"
     else:
-        path, reason = _preferred(sizes, costs, skips_window(sizes, implementation, device))
+        path, reason = _preferred(costs, skips_window(sizes, implementation, device))
     return Choice(
         path=path,
         reason=reason,
@@ -223,22 +222,19 @@ def _refusals(sizes: AttentionSizes, implementation: Implementation, device: Acc
     return {path: reason for path, reason in found.items() if reason}
 
 
-def _preferred(sizes: AttentionSizes, costs: Mapping[Path, int], kernel_skips_window: bool) -> tuple[Path, str]:
-    trades = "all_to_all" in costs
-    if "banded" in costs and not (kernel_skips_window and trades):
+def _preferred(costs: Mapping[Path, int], kernel_skips_window: bool) -> tuple[Path, str]:
+    if "banded" in costs and not (kernel_skips_window and "all_to_all" in costs):
         return "banded", "what a token reads reaches into one slice at most"
-    if trades and (sizes.is_causal or sizes.is_masked):
+    if "all_to_all" in costs:
         return "all_to_all", "the heads divide, and its kernel skips what is hidden"
-    open_to = [path for path in costs if path != "banded"]
-    path = min(open_to, key=lambda path: costs[path])
-    few = "" if trades else "heads too few to trade; "
-    return path, f"{few}sends least" if len(open_to) > 1 else f"{few}nothing else runs"
+    path = min(costs, key=lambda path: costs[path])
+    return path, f"heads too few to trade; {'sends least' if len(costs) > 1 else 'nothing else runs'}"
 
 
 def _parts(path: Path, sizes: AttentionSizes) -> int:
     """Count the equal parts into which a slice is cut."""
     stripes = path == "gather" or (path == "ring" and ring_stripes(sizes.window, sizes.chunk))
-    return 2 if stripes and (sizes.is_causal or sizes.is_masked) else 1
+    return 2 if stripes else 1
 
 
 def _refusal(path: Path, sizes: AttentionSizes) -> str | None:

@@ -46,7 +46,7 @@ def gather_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
         sizes: The call.
     """
     shards = sizes.shards
-    stripes = 2 * stripe_bytes(sizes.query_bytes, shards) if sizes.is_causal or sizes.is_masked else 0
+    stripes = 2 * stripe_bytes(sizes.query_bytes, shards)
     return (
         Transfer(kind="all-gather", result_bytes=2 * shards * sizes.key_bytes, shards=shards),
         Transfer(kind="collective-permute", result_bytes=stripes, shards=shards),

@@ -24,7 +24,6 @@ class AttentionSizes:
         head_dim: Width H of a head.
         dtype: Compute dtype.
         shards: Devices that split the positions.
-        is_causal: Whether a query reads no later key.
         is_masked: Whether documents or validity hide further keys.
         has_sinks: Whether a logit per head joins the softmax.
         has_softcap: Whether the logits are bounded.
@@ -40,7 +39,6 @@ class AttentionSizes:
     head_dim: int
     dtype: str
     shards: int
-    is_causal: bool = True
     is_masked: bool = False
     has_sinks: bool = False
     has_softcap: bool = False

@@ -1,7 +1,9 @@
 """Every exchange of attention gives the values and gradients of one device, and sends what its formula says."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -52,16 +54,19 @@ CASES = {
         mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", heads=12, kv_heads=3, sinks=True
     ),
     "trade a wide window": Case(mesh=MeshSpec(sequence=4), path="all_to_all", window=20),
+    "trade chunks": Case(mesh=MeshSpec(sequence=2), path="all_to_all", chunk=9, packed=False, named="all_to_all"),
     "gather": Case(mesh=MeshSpec(sequence=8), path="gather", sinks=True, softcap=3.0),
     "gather over tensor, one kv head": Case(mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1),
     "gather unpacked": Case(mesh=MeshSpec(fsdp=4, sequence=2), path="gather", heads=3, kv_heads=3, packed=False),
     "gather a window": Case(mesh=MeshSpec(sequence=8), path="gather", window=12, named="gather"),
+    "gather of chunks": Case(mesh=MeshSpec(sequence=4), path="gather", chunk=9, packed=False, named="gather"),
     "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", sinks=True, softcap=3.0),
     "ring over tensor, one kv head": Case(
         mesh=MeshSpec(tensor=2, sequence=4), path="ring", named="ring", kv_heads=1, packed=False
     ),
     "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10),
     "ring of chunks": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9),
+    "ring of chunks unpacked": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9, packed=False, named="ring"),
     "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, sinks=True, softcap=3.0),
     "band unpacked": Case(mesh=MeshSpec(fsdp=2, sequence=2), path="banded", window=25, packed=False),
     "band of chunks": Case(mesh=MeshSpec(tensor=2, sequence=4), path="banded", chunk=9),
@@ -169,21 +174,52 @@ def test_heads_that_rules_split_in_different_ways_read_their_own_keys():
     np.testing.assert_allclose(mixed, want, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(want))))
 
 
+def travelling(case: Case):
+    """List what devices send each other; a collective without axes moves nothing."""
+    found = collectives(compiled(case)[1].as_text(), dict(build_mesh(case.mesh).shape))
+    return [item for item in found if item.axes]
+
+
+def is_exchanged(item: Any) -> bool:
+    """Whether a collective moves heads of tokens over sequence, in place of summing them."""
+    return item.kind != "all-reduce" and item.axes == ("sequence",) and len(item.shapes[0]) > 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_what_the_formula_says(name):
     case = CASES[name]
     choice = choose_exchange(sizes(case), case.named)
     assert choice.path == case.path
-    mesh = build_mesh(case.mesh)
-    found: dict[str, int] = {}
-    for item in collectives(compiled(case)[1].as_text(), dict(mesh.shape)):
-        if item.axes == ("sequence",) and len(item.shapes[0]) > 2:
-            found[item.kind] = found.get(item.kind, 0) + item.step_bytes
-    want: dict[str, int] = {}
+    found: collections.Counter[str] = collections.Counter()
+    for item in travelling(case):
+        if is_exchanged(item):
+            found[item.kind] += item.step_bytes
+    want: collections.Counter[str] = collections.Counter()
     for transfer in choice.transfers:
-        want[transfer.kind] = want.get(transfer.kind, 0) + transfer.result_bytes
-    assert found == want
+        want[transfer.kind] += transfer.result_bytes
+    assert found == +want
     assert bool(found) == (name != "chunks that end with slices")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_else_is_sent_but_document_numbers_the_loss_and_gradients_of_what_is_whole(name):
+    case = CASES[name]
+    call, mesh = sizes(case), build_mesh(case.mesh).shape
+    others = [
+        (item.kind, item.axes, shape) for item in travelling(case) if not is_exchanged(item) for shape in item.shapes
+    ]
+    split = [axis for axis in mesh if mesh[axis] > 1]
+    scalars = [axes for kind, axes, shape in others if (kind, shape) == ("all-reduce", ())]
+    assert sorted(itertools.chain(*scalars)) == sorted(split), "the loss is summed over every axis once"
+    want: collections.Counter[Any] = collections.Counter()
+    if case.packed:
+        want["all-gather", ("sequence",), (call.rows, T)] += 1
+    if case.sinks:
+        rows_and_positions = tuple(axis for axis in split if axis != "tensor")
+        want["all-reduce", rows_and_positions, (call.num_heads,)] += 1
+    if case.kv_heads % case.mesh.tensor:
+        want["all-reduce", ("tensor",), (call.rows, call.slice_length, case.kv_heads, H)] += 2
+    assert collections.Counter(other for other in others if other[2] != ()) == want
 
 
 HOPPER = Accelerator(platform="cuda", capability=(9, 0), cudnn=90800)
@@ -204,10 +240,7 @@ FACTS = {
     [
         ({"num_heads": 4}, "all_to_all", "skips what is hidden"),
         ({"num_heads": 6}, "gather", "too few to trade; sends least"),
-        # Nothing hidden: fewer bytes decide. Two of many heads are cheap to gather, all of few are not.
-        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False}, "gather", "sends least"),
-        ({"num_heads": 4, "num_kv_heads": 4, "is_causal": False}, "all_to_all", "sends least"),
-        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False, "is_masked": True}, "all_to_all", "is hidden"),
+        ({"num_heads": 32, "num_kv_heads": 1, "is_masked": True}, "all_to_all", "is hidden"),
         ({"num_heads": 4, "window": 17}, "banded", "one slice"),
         ({"num_heads": 4, "window": 17, "kernel": True}, "all_to_all", "is hidden"),
         ({"num_heads": 6, "window": 17, "kernel": True}, "banded", "one slice"),
@@ -280,8 +313,7 @@ def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
 @pytest.mark.parametrize(
     "change, implementation, device, path",
     [
-        # Few bytes would take the gather, a window the band: both attend what the kernel named cannot.
-        ({"num_heads": 32, "num_kv_heads": 1, "is_causal": False}, "cudnn", HOPPER, "all_to_all"),
+        # A window would take the band, which leaves what the kernel named cannot attend.
         ({"num_heads": 4, "window": 17, "is_masked": True}, "cudnn", HOPPER, "all_to_all"),
         ({"num_heads": 4, "window": 17, "is_masked": True}, "xla", HOPPER, "banded"),
         ({"num_heads": 4, "chunk": 32, "num_queries": 512, "head_dim": 64}, "tpu", TPU, "all_to_all"),
@@ -315,7 +347,6 @@ def test_a_kernel_that_no_exchange_can_run_is_refused_with_every_reason():
             "num_heads": st.sampled_from([1, 3, 4, 6, 8]),
             "num_kv_heads": st.just(1),
             "shards": st.sampled_from([2, 3, 4, 8]),
-            "is_causal": st.booleans(),
             "is_masked": st.booleans(),
             "window": st.sampled_from([None, 1, 9, 100]),
             "chunk": st.sampled_from([None, 7, 32, 50]),
