@@ -189,6 +189,7 @@ class Model(StepMethods, WeightVerbs):
         layout: Layout | None = None,
         remat: Any = None,
         schedule: str | None = None,
+        quantization: str | None = None,
         accumulation: int = 1,
         sampler: Any = "auto",
         dtype: Any = "auto",
@@ -217,6 +218,8 @@ class Model(StepMethods, WeightVerbs):
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
             schedule: Order of the microbatches where the mesh has stages: "gpipe" or "1f1b"; None keeps the module's.
+            quantization: 8-bit type of the blocks' products, "int8" or "fp8"; None keeps the module's. Needs the extra
+                `dew[quantization]`.
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
@@ -227,6 +230,7 @@ class Model(StepMethods, WeightVerbs):
 
         Raises:
             ValueError: If a name means nothing, an option is not available, or the mesh does not fit the devices.
+            ImportError: If an option needs an extra that is not installed.
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -236,7 +240,8 @@ class Model(StepMethods, WeightVerbs):
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
         compiled.check_length(getattr(self.module, "max_length", None))
-        engine.configure(compiled, mesh=mesh, layout=layout, remat=remat, schedule=schedule, precision=precision)
+        computing = {"remat": remat, "schedule": schedule, "quantization": quantization}
+        engine.configure(compiled, mesh=mesh, layout=layout, computing=computing, precision=precision)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """Describe what `compile` was given as JSON data; None before `compile`.

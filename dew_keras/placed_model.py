@@ -42,6 +42,13 @@ from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
 from dew_keras.waiting import WaitingRun
 
+_LANGUAGE_MODELS_ONLY = {
+    "remat": "configures language models; {} decides it in its own code, with flax.linen.remat.",
+    "schedule": "orders the pipeline of a language model; {} has none.",
+    "quantization": "configures language models; {} multiplies in its own code, with qwix.quantize_model for example.",
+}
+"""Why other modules cannot be told how to compute."""
+
 
 class PlacedModel:
     """A module as it is configured, and its weights on a mesh.
@@ -145,8 +152,7 @@ class PlacedModel:
         *,
         mesh: Any,
         layout: Layout | None,
-        remat: Any,
-        schedule: str | None = None,
+        computing: Mapping[str, Any],
         scored_by: str | None = None,
         precision: tuple[str | None, str | None],
     ) -> None:
@@ -156,8 +162,7 @@ class PlacedModel:
             compiled: The settings.
             mesh: As `compile` takes it.
             layout: The rules; None takes the defaults.
-            remat: What the backward pass recomputes.
-            schedule: Order of a pipeline's microbatches; None keeps the module's.
+            computing: How a language model computes, by the name of its field; None keeps the module's.
             scored_by: What scores in training in place of the token cross entropy, in words; None where that does.
             precision: Compute and storage dtypes; None means the checkpoint's.
 
@@ -169,7 +174,7 @@ class PlacedModel:
         self.check_idle("compile")
         if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"layout must be a dew_keras.Layout or None. Received: layout={layout!r}")
-        module = self._configured_module(remat, schedule, precision[0])
+        module = self._configured_module(computing, precision[0])
         new_mesh = as_mesh(mesh)
         if compiled.sequence_length is not None:
             with nn.logical_axis_rules((layout or Layout()).rules):
@@ -213,30 +218,21 @@ class PlacedModel:
             return cast_floats(params, self._storage)
         return map_named(lambda path, leaf: leaf if is_balance_bias(path) else cast_floats(leaf, self._storage), params)
 
-    def _configured_module(self, remat: Any, schedule: str | None, dtype: str | None) -> Any:
+    def _configured_module(self, computing: Mapping[str, Any], dtype: str | None) -> Any:
         module = self.given_module
+        changes = {name: value for name, value in computing.items() if value is not None}
         if not self.is_language_model:
-            if schedule is not None:
-                raise ValueError(
-                    f"schedule orders the pipeline of a language model; {type(module).__name__} has none. Received: "
-                    f"schedule={schedule!r}"
-                )
-            if remat is not None:
-                raise ValueError(
-                    f"remat configures language models; {type(module).__name__} decides it in its own code, with "
-                    f"flax.linen.remat. Received: remat={remat!r}"
-                )
+            for name, value in changes.items():
+                said = _LANGUAGE_MODELS_ONLY[name].format(type(module).__name__)
+                raise ValueError(f"{name} {said} Received: {name}={value!r}")
             return module
         if dtype == "float16":
             raise ValueError(
                 "dtype='mixed_float16' is not available for language models: masked attention scores and large "
                 "activations leave the range of float16. Use dtype='mixed_bfloat16', which needs no loss scale."
             )
-        changes = {} if dtype is None else {"dtype": dtype}
-        if remat is not None:
-            changes["remat"] = remat
-        if schedule is not None:
-            changes["schedule"] = schedule
+        if dtype is not None:
+            changes["dtype"] = dtype
         return module.clone(**changes) if changes else module
 
     @property

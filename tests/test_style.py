@@ -109,7 +109,10 @@ def test_every_public_name_has_its_entry_in_the_documentation():
 
 def test_every_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["gguf"]
+    declared = project["dependencies"] + [
+        *project["optional-dependencies"]["gguf"],
+        *project["optional-dependencies"]["quantization"],
+    ]
     names = [re.match(r"[\w-]+", requirement).group() for requirement in declared]
     allowed = {IMPORT_NAMES.get(name, name) for name in names} | set(sys.stdlib_module_names) | set(PACKAGES)
     undeclared = {}
@@ -133,7 +136,7 @@ def test_the_pins_name_every_dependency_and_no_registry(minor):
     assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", line)] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = project["dependencies"] + extras["test"] + extras["docs"] + extras["gguf"]
+    wanted = project["dependencies"] + extras["test"] + extras["docs"] + extras["gguf"] + extras["quantization"]
     names = {re.match(r"[\w-]+", requirement).group() for requirement in wanted} - {"dew"}
     assert sorted(names - {line.split("==")[0] for line in lines}) == []
 

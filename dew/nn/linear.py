@@ -5,10 +5,10 @@ Entry point: `Linear`. Heads keep a dimension of their own, so that a mesh split
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dew.arrays import Array, Float
+from dew.kernels.quantized_product import product
 from dew.nn.sharding import declare
 
 INITIAL_SCALE = 0.02
@@ -48,6 +48,5 @@ class Linear(nn.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Map `x`, in its dtype."""
-        # A product over the kernel as it is stored: a reshaped copy of it would be kept for the backward pass.
-        y = jnp.tensordot(x, self.kernel.astype(x.dtype), axes=len(self.inputs))
+        y = product(x, self.kernel, len(self.inputs))
         return y if self.bias is None else y + self.bias.astype(x.dtype)

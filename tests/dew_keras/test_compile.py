@@ -36,6 +36,7 @@ def compiles(module=None, **arguments):
         ({"dtype": "float8"}, r"Unknown dtype name"),
         ({"remat": "full"}, r"Linear decides it in its own code"),
         ({"schedule": "1f1b"}, r"Linear has none. Received: schedule='1f1b'"),
+        ({"quantization": "int8"}, r"Linear multiplies in its own code.*Received: quantization='int8'"),
         ({"mesh": {"stage": 2}}, r"stage=2 pipelines a layer stack, and Linear has none"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulation": 2}, r"not both"),
     ],
@@ -54,6 +55,7 @@ def test_a_bad_argument_is_refused_at_compile(arguments, text):
         ({"loss_weights": [2.0]}, r"Received: loss_weights=\[2.0\]"),
         ({"remat": "minimal"}, r"minimal"),
         ({"mesh": {"stage": 8}}, r"stage=8 does not divide the model's 4 layers. Use stage=2 or 4"),
+        ({"quantization": "int4"}, r"quantization must be 'int8', 'fp8' or None"),
         ({"schedule": "zigzag"}, r"schedule must be 'gpipe' or '1f1b'"),
     ],
 )

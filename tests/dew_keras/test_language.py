@@ -63,6 +63,16 @@ def test_accumulation_is_one_batch_of_all_rows():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_8_bit_products_are_chosen_at_compile_and_undone_by_the_next():
+    batch, model = tiny_batch(rows=8, length=12, seed=4), language_model()
+    losses = {}
+    for quantization in (None, "int8", None):
+        model.compile(mesh=model.mesh, layout=SPLIT_ALL, quantization=quantization)
+        losses.setdefault(quantization, []).append(model.evaluate(batch, verbose=0)[0])
+    assert losses[None][0] == losses[None][1] != losses["int8"][0]
+    assert losses["int8"] == pytest.approx(losses[None][:1], rel=1e-2)
+
+
 def test_every_mesh_trains_alike_and_really_splits():
     batch = tiny_batch(rows=10, length=12, seed=5)
     histories = []

@@ -17,6 +17,7 @@ from flax.core import unfreeze
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
 from dew.kernels.attention_choice import check_implementation
+from dew.kernels.quantized_product import Quantization, checked_quantization, quantized
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
 from dew.nn.backbones.pipelined import PipelinedDecoder, table_bytes
@@ -65,6 +66,9 @@ class CausalTransformer(nn.Module):
             the first that can run the call, as every call with a cache does.
         sequence_impl: How attention is exchanged on a mesh that splits positions: "auto", or "all_to_all", "gather",
             "ring" or "banded" for every layer.
+        quantization: 8-bit type in which the blocks multiply activations and weights, "int8" or "fp8", for speed where
+            the hardware has it; results change. None computes in `dtype`. Weights, gradients, embeddings, heads,
+            routers and experts stay as they are.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
         router_training: What trains the routers beside the loss of the tokens.
     """
@@ -84,11 +88,13 @@ class CausalTransformer(nn.Module):
     bank_layers: int | None = None
     attention_impl: Implementation = "auto"
     sequence_impl: SequenceImplementation = "auto"
+    quantization: Quantization | None = None
     schedule: ScheduleName = "gpipe"
     router_training: RouterTraining = RouterTraining()
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
+        checked_quantization(self.quantization)
         checked_schedule(self.schedule)
         check_implementation("attention_impl", self.attention_impl)
         checked_sequence_implementation(self.sequence_impl)
@@ -361,7 +367,8 @@ class CausalTransformer(nn.Module):
         rotary = tables.get((mixer.rotary, mixer.rotary_dim)) if mixer.rotary else None
 
         def block(x, weights, cache=None):
-            return layer.apply({"params": self._ready(layer, weights)}, x, around, rotary, cache)
+            with quantized(self.quantization):
+                return layer.apply({"params": self._ready(layer, weights)}, x, around, rotary, cache)
 
         return block
 
