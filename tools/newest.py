@@ -18,6 +18,8 @@ SUBSET = (
     "tests/placement",
     "tests/kernels",
     "tests/parallel/test_exchange.py",
+    "tests/parallel/test_expert_exchange.py",
+    "tests/parallel/test_one_f_one_b.py",
     "tests/parallel/test_ssm_scan.py",
     "tests/parallel/test_vocabulary.py",
     "tests/nn/test_sharding.py",
