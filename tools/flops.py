@@ -1,8 +1,8 @@
 """What each device computes in a training step: operations of its matrix products beside an even split of one device's.
 
 Run `python -m tools.flops --mesh fsdp=2,tensor=4 --layers 4`. Both programs are compiled as the trainer compiles them
-and read from their optimised HLO, loops times their trip counts; nothing is run. The loop over experts' rows, whose
-length the routing decides, counts as at an even one: 2 D F tokens top_k / devices a product.
+and read from their optimised HLO, loops times their trip counts; nothing is run. Loops whose length the routing decides
+count as at an even one: experts compute whole blocks of rows (`StepFlops.blocks`), and no share follows the first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ class StepFlops:
         devices: Devices of the mesh.
         vocab_size: Rows of the token table.
         products: The products of one device.
-        expert_rows: Rows that the experts of a device compute at an even routing; 0 without experts.
+        experts: Experts of a device in each layer that has them; 0 without.
+        expert_rows: Rows of each of them at an even routing, every time they run.
         expert_weight: Elements of one matrix of an expert on a device.
     """
 
     devices: int
     vocab_size: int
     products: tuple[Product, ...]
-    expert_rows: int = 0
+    experts: int = 0
+    expert_rows: float = 0.0
     expert_weight: int = 1
 
     @property
@@ -44,16 +46,22 @@ class StepFlops:
         """Operations of one device."""
         return sum(map(self.flops, self.products))
 
+    def blocks(self, rows: int) -> int:
+        """Count the blocks of so many rows that a device's experts compute: each fills its last one up."""
+        return self.experts * math.ceil(self.expert_rows / rows)
+
     def flops(self, product: Product) -> int:
         """Count the operations of one product, experts at an even routing."""
         unknown = product.trips.count(None)
         if unknown == 0:
             return product.flops
-        # A loop of unknown length around that over blocks sends the tokens that an even routing does not leave over.
-        block, rest = divmod(math.prod(product.shape) * product.contracted, self.expert_weight)
-        if self.expert_rows == 0 or rest:
+        # Around the loop over blocks, or a weighted sum: the loop over the shares that follow the first.
+        if unknown > 1 or _is_weighted_sum(product):
+            return 0
+        rows, rest = divmod(math.prod(product.shape) * product.contracted, self.expert_weight)
+        if self.experts == 0 or rest:
             raise ValueError(f"{product} is in a loop whose length nothing tells.")
-        return product.flops * self.expert_rows // block if unknown == 1 else 0
+        return product.flops * self.blocks(rows)
 
     def by_part(self) -> dict[str, int]:
         """Operations of one device by the part of the model they belong to."""
@@ -75,13 +83,14 @@ def step_flops(trainer: Any, batch: Mapping[str, Any]) -> StepFlops:
     module, mesh = trainer.objective.module, trainer.mesh
     rows, length = np.shape(batch["tokens"])
     experts = next((layer.mlp for layer in module.layers if isinstance(layer.mlp, ExpertsSpec)), None)
-    routed = {}
+    routed: dict[str, Any] = {}
     if experts is not None:
-        tensor = math.gcd(mesh.shape["tensor"], experts.features)
-        slots = rows * (length - 1) * experts.router.top_k
+        shape = mesh.shape
+        slots = rows * (length - 1) * experts.router.top_k / trainer.microbatches
         routed = {
-            "expert_rows": slots * mesh.shape["tensor"] // mesh.size,
-            "expert_weight": module.features * experts.features // tensor,
+            "experts": experts.num_experts // shape["expert"],
+            "expert_rows": slots / experts.num_experts / (shape["data"] * shape["fsdp"] * shape["sequence"]),
+            "expert_weight": module.features * experts.features // math.gcd(shape["tensor"], experts.features),
         }
     return StepFlops(devices=mesh.size, vocab_size=module.vocab_size, products=tuple(matrix_products(text)), **routed)
 
@@ -96,6 +105,8 @@ def part_of(product: Product, vocab_size: int) -> str:
         product: One product of its step.
         vocab_size: Rows of its token table, unlike its other sizes.
     """
+    if _is_weighted_sum(product):
+        return "weighted sums"
     if None in product.trips:
         return "experts"
     for part in _PARTS:
@@ -103,8 +114,13 @@ def part_of(product: Product, vocab_size: int) -> str:
             return part
     if vocab_size in (*product.shape, product.contracted):
         return "vocabulary"
-    # XLA forgets names where it drops a dimension of size 1, and a pipeline's loop has none for its blocks.
+    # A pipeline's loop has no names for its blocks. Of layers with experts "blocks" are the routers.
     return "attention" if len(product.shape) > 2 or "self_attn" in product.op_name else "blocks"
+
+
+def _is_weighted_sum(product: Product) -> bool:
+    """Say whether a product sums what a token's experts give; XLA forgets its name with the dimension it drops."""
+    return len(product.shape) == 3 and 1 in product.shape
 
 
 def table(split: StepFlops, alone: StepFlops) -> str:

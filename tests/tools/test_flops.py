@@ -22,15 +22,14 @@ from tools.collectives import llama_like
 
 ROWS, LENGTH = 16, 32
 SHAPE = {"layers": 2, "width": 64, "heads": 8, "mlp": 160, "vocab": 112, "length": LENGTH}
-BATCH = {"tokens": np.ones((ROWS, LENGTH + 1), np.int32)}
 
 
-def step(mesh, kv_heads=8, remat=None, tolerance=0.0, **fields):
+def step(mesh, kv_heads=8, remat=None, tolerance=0.0, rows=ROWS, **fields):
     module = llama_like(**SHAPE, kv_heads=kv_heads, remat=remat).clone(**fields)
     mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if mesh is None else mesh
     trainer = Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=Layout(min_shard=1, tolerance=tolerance))
-    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), rows=ROWS, length=LENGTH)
-    return flops.step_flops(trainer, BATCH), needed
+    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), rows=rows, length=LENGTH)
+    return flops.step_flops(trainer, {"tokens": np.ones((rows, LENGTH + 1), np.int32)}), needed
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +91,8 @@ def test_each_device_computes_its_even_share(mesh, alone):
 
 
 EXPERTS = ExpertsSpec(num_experts=8, features=48, router=RouterSpec(top_k=2))
+ROWS_OF_EXPERTS = 128
+"""Rows with which every expert fills its blocks on every mesh here, a microbatch's too."""
 
 
 @functools.cache
@@ -99,24 +100,45 @@ def step_of_experts(**mesh):
     spec = MeshSpec(**mesh) if mesh else None
     dense = llama_like(**SHAPE, kv_heads=8, remat=None).layers[0]
     # An expert axis splits nothing but experts.
-    return step(spec, tolerance=1.0, layers=(dataclasses.replace(dense, mlp=EXPERTS),) * SHAPE["layers"])
+    layers = (dataclasses.replace(dense, mlp=EXPERTS),) * SHAPE["layers"]
+    return step(spec, tolerance=1.0, rows=ROWS_OF_EXPERTS, layers=layers)
 
 
 def test_experts_are_the_formula_at_an_even_routing():
     found, needed = step_of_experts()
     assert found.per_device == pytest.approx(needed, rel=0.02)
     # Three matrices for each of two experts a token, forward and twice backward.
-    rows = ROWS * LENGTH * EXPERTS.router.top_k
+    rows = ROWS_OF_EXPERTS * LENGTH * EXPERTS.router.top_k
     assert found.by_part()["experts"] == 18 * rows * SHAPE["width"] * EXPERTS.features * SHAPE["layers"]
 
 
-def test_with_experts_each_device_computes_its_even_share():
-    (found, _), (alone, _) = step_of_experts(expert=2, fsdp=2, tensor=2), step_of_experts()
-    assert found.per_device == pytest.approx(alone.per_device / 8, rel=0.05)
-    # The router, in no part by name, is computed by every device of a tensor group.
-    even = {part: total / 8 for part, total in alone.by_part().items() if part not in ("attention", "blocks")}
-    assert {part: mine for part, mine in found.by_part().items() if part in even} == pytest.approx(even, rel=0.05)
-    assert set(even) > {"experts", "q_proj", "vocabulary"}
+EXPERT_MESHES = [{"expert": 8}, {"expert": 4, "fsdp": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)
+def test_with_experts_each_device_computes_its_even_share(mesh):
+    (found, needed), (alone, _) = step_of_experts(**mesh), step_of_experts()
+    assert found.per_device == pytest.approx(needed / 8, rel=0.05)
+    even = {part: total / 8 for part, total in alone.by_part().items()}
+    # Each device of a tensor group routes, and weighs, the tokens of the group; a token is weighed wherever it is sent.
+    even["blocks"] *= mesh.get("tensor", 1)
+    even["weighted sums"] *= mesh.get("tensor", 1) * min(EXPERTS.router.top_k, mesh["expert"])
+    assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+def test_stages_of_experts_compute_their_idle_turns_too():
+    stages, microbatches = 2, 4
+    (found, _), (alone, _) = step_of_experts(stage=stages, expert=2, microbatches=microbatches), step_of_experts()
+    turns = (microbatches + stages - 1) / microbatches
+    even = {part: total / 8 for part, total in alone.by_part().items()}
+    assert found.by_part()["experts"] == pytest.approx(turns * even["experts"], rel=0.05)
+    blocks = found.per_device - found.by_part()["vocabulary"]
+    assert blocks == pytest.approx(turns * (sum(even.values()) - even["vocabulary"]), rel=0.05)
+
+
+def test_an_expert_fills_its_last_block_up():
+    of = flops.StepFlops(devices=8, vocab_size=64, products=(), experts=2, expert_rows=65)
+    assert [of.blocks(rows) for rows in (128, 64, 8)] == [2, 4, 18]
 
 
 def test_stages_compute_their_idle_turns_too(alone):
