@@ -53,10 +53,10 @@ class OwnStep(dew_keras.Model):
         return super().train_step(state, data)
 
 
-def model_on(mesh=MESH, loss="auto", kind=dew_keras.Model, **options):
+def model_on(mesh=MESH, loss="auto", kind=dew_keras.Model, rate=0.05, **options):
     model = kind(MODULE, variables=weights())
     one = build_mesh(MeshSpec(), jax.devices()[:1])
-    model.compile(keras.optimizers.SGD(0.05), loss, mesh=mesh or one, layout=LAYOUT, **options)
+    model.compile(keras.optimizers.SGD(rate), loss, mesh=mesh or one, layout=LAYOUT, **options)
     return model
 
 
@@ -97,17 +97,19 @@ def test_training_on_a_ragged_batch_is_training_on_its_rows():
 
 
 def test_bfloat16_with_float32_masters_trains_as_on_one_device():
+    # At ten times this rate the first step is longer than the weights and overshoots: what bfloat16 leaves of the
+    # gradients, 1 to 2 %, becomes 3 % of router_z. Before the step that differs by 7e-5, in float32 by nothing.
     def history(mesh):
-        model = model_on(mesh, dtype="mixed_bfloat16")
+        model = model_on(mesh, dtype="mixed_bfloat16", rate=0.005)
         found = model.fit(TOKENS, batch_size=7, epochs=2, shuffle=False, verbose=0).history
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(model.variables)} == {"float32"}
         return found
 
     got, want = history({"expert": 2, "fsdp": 4}), history(None)
     assert want["loss"][1] < want["loss"][0]
-    assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
-    for name, values in want.items():  # a token whose best experts are a tie may go to another one
-        assert got[name] == pytest.approx(values, rel=5e-2, abs=1e-6), name
+    assert got["loss"] == pytest.approx(want["loss"], rel=5e-3)
+    for name, values in want.items():
+        assert got[name] == pytest.approx(values, rel=2e-2, abs=1e-6), name
 
 
 @functools.cache
