@@ -25,9 +25,10 @@ def run_pool(program: str, *arguments: str, timeout: float = 300.0) -> list[str]
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
+    compilation = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": " ".join([*compilation, "--xla_force_host_platform_device_count=2"]),
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
         "DEW_PROCESS_COUNT": "2",

@@ -27,8 +27,13 @@ def loaded(name):
     return load_pretrained(FIXTURES / name)
 
 
+@functools.cache
+def compiled(module):
+    return jax.jit(module.apply)
+
+
 def logits(module, variables, tokens):
-    return np.asarray(jax.jit(module.apply)(variables, tokens))
+    return np.asarray(compiled(module)(variables, tokens))
 
 
 def difference(got, want):
