@@ -86,8 +86,6 @@ class Measurement:
 
 
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B"}
-STACK_PASSES = {"gpipe": 3, "1f1b": 4}
-"""Passes of a microbatch through a stage, a backward pass counted as two; one more where layers are recomputed."""
 HEADER = (
     "| schedule | stages | microbatches | idle | idle, of the operations | temporaries, MiB per device | "
     "step, ms: median (range) | microseconds per token |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -162,8 +160,22 @@ def _computed_idle(options: Options, trainer: Any, text: str, rows: int) -> floa
     variables = nn.meta.unbox(trainer.abstract_variables())
     head = 6 * rows * options.length * options.vocab * options.width
     blocks = decoder_step_flops(module, variables, rows=rows, length=options.length) - head
-    passes = STACK_PASSES[module.schedule] + (options.remat == "full")
-    return 1 - blocks * passes / 3 / (program_flops(text) * devices - head)
+    passes, ends = _recomputation(options, module.schedule, trainer.mesh.shape["stage"])
+    last = 2 * rows * options.length * options.width * module.layers[0].mlp.features * options.layers
+    computed = blocks * (1 + passes / 3) - last * ends
+    return 1 - computed / (program_flops(text) * devices - head)
+
+
+def _recomputation(options: Options, schedule: str, stages: int) -> tuple[int, int]:
+    """Say how often a step runs the blocks forward again, and in how many of these times without their last product.
+
+    1F1B runs a stage again, `remat="full"` a block; nothing that goes back reads what ends either of them. Where a
+    stage is one block, both are the same.
+    """
+    by_stage, by_block = schedule == "1f1b", options.remat == "full"
+    if options.layers == stages:
+        return int(by_stage or by_block), int(by_stage or by_block)
+    return by_stage + by_block, int(by_block)
 
 
 def _step_times(trainer: Any, batch: dict[str, np.ndarray], samples: int) -> tuple[float, ...]:
