@@ -241,7 +241,9 @@ def _pieces(
         if not all(axis.start <= at < axis.stop for axis, at in zip(stacked, place, strict=True)):
             continue
         target = buffer[tuple(at - axis.start for axis, at in zip(stacked, place, strict=True))]
-        yield from _cut(recipe, *recipe.tensor_slices(index), recipe.in_tensor_order(target), itemsize)
+        for run in recipe.runs(index):
+            own = tuple(slice(at.start - of.start, at.stop - of.start) for at, of in zip(run, index, strict=True))
+            yield from _cut(recipe, *recipe.tensor_slices(run), recipe.in_tensor_order(target[own]), itemsize)
 
 
 def _cut(
@@ -259,7 +261,8 @@ def _cut(
     step = max(1, PIECE_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        read = (*covering[:dim], slice(first + start * unit, first + stop * unit), *covering[dim + 1 :])
+        last = min(first + stop * unit, covering[dim].stop)  # a part of one row may be all that is wanted
+        read = (*covering[:dim], slice(first + start * unit, last), *covering[dim + 1 :])
         taken = (*inner[:place], slice(0, stop - start), *inner[place + 1 :])
         part = view[(slice(None),) * place + (slice(start, stop),)]
         if row_bytes > PIECE_BYTES and dim + 1 < len(covering):

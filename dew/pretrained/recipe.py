@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -203,7 +203,8 @@ class Recipe:
 
         Returns:
             The smallest covering slice per dimension of the tensor, and per factor the slice to take of what was read
-            once it is reshaped to factors. They differ only where an inner factor is cut (some columns of every head).
+            once it is reshaped to `read_factors`. They differ only where an inner factor of several outer ones is cut
+            (some columns of every head); `runs` splits such a part.
         """
         by_factor = {place: slice(0, 1) for place in self._ones} | dict(zip(self.order, index, strict=True))
         if self.cut is not None and self.cut_rows is None:
@@ -211,21 +212,45 @@ class Recipe:
             by_factor[self.cut.factor] = slice(self.cut.start + part.start, self.cut.start + part.stop)
         covering, inner, place = [], [], 0
         for dim, sizes in enumerate(self.factors):
-            outermost, rest = by_factor[place], math.prod(sizes[1:])
-            first = self.cut.start if self.cut is not None and dim == self.cut_rows else 0
-            covering.append(slice(first + outermost.start * rest, first + outermost.stop * rest))
-            inner.append(slice(0, outermost.stop - outermost.start))
-            inner.extend(by_factor[place + offset] for offset in range(1, len(sizes)))
+            own = [by_factor[place + offset] for offset in range(len(sizes))]
             place += len(sizes)
+            first = self.cut.start if self.cut is not None and dim == self.cut_rows else 0
+            if len(sizes) > 1 and own[0].stop - own[0].start == 1:
+                first += own[0].start * math.prod(sizes[1:])
+                inner.append(slice(0, 1))
+                own, sizes = own[1:], sizes[1:]
+            rest = math.prod(sizes[1:])
+            covering.append(slice(first + own[0].start * rest, first + own[0].stop * rest))
+            inner += [slice(0, own[0].stop - own[0].start), *own[1:]]
         return tuple(covering), tuple(inner)
+
+    def runs(self, index: tuple[slice, ...]) -> Iterator[tuple[slice, ...]]:
+        """Split a part of the layer's leaf where it takes some rows of every head, so that no rows between are read.
+
+        Columns are not split: a stored row of a quantised tensor is read by blocks.
+
+        Args:
+            index: As in `tensor_slices`.
+        """
+        if len(self.factors[0]) > 1 and 1 in self.order:
+            outer, cut = index[self.order.index(0)], index[self.order.index(1)]
+            if cut.stop - cut.start < self.factors[0][1]:
+                at = self.order.index(0)
+                for number in range(outer.start, outer.stop):
+                    yield (*index[:at], slice(number, number + 1), *index[at + 1 :])
+                return
+        yield index
 
     def read_factors(self, covering: Sequence[slice]) -> tuple[int, ...]:
         """Shape to give a covering read so that its dimensions are factors."""
-        return tuple(
-            size
-            for sizes, cover in zip(self.factors, covering, strict=True)
-            for size in ((cover.stop - cover.start) // math.prod(sizes[1:]), *sizes[1:])
-        )
+        shape: list[int] = []
+        for sizes, cover in zip(self.factors, covering, strict=True):
+            rows, rest = cover.stop - cover.start, math.prod(sizes[1:])
+            if rows % rest:  # a part of one outermost row
+                shape += [1, rows // math.prod(sizes[2:]), *sizes[2:]]
+            else:
+                shape += [rows // rest, *sizes[1:]]
+        return tuple(shape)
 
 
 @functools.cache
