@@ -1,11 +1,13 @@
 """The pool of processes that run one program: joining it, whole values on every host, and writing files once.
 
-Entry points: `initialize`, before any array exists; `host_value`, `write_once`. This file and the command line are
-the engine's only readers of the environment.
+Entry points: `initialize`, before any array exists; `host_value`, `host_pieces`, `write_once`. This file and the
+command line are the engine's only readers of the environment.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["host_value", "initialize", "is_primary", "write_once"]
+__all__ = ["host_pieces", "host_value", "initialize", "is_primary", "write_once"]
 
+PIECE_BYTES = 4 * 2**20
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "DEW_PROCESS_COUNT", "DEW_PROCESS_ID")
 
 
@@ -73,6 +77,37 @@ def host_value(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
+def host_pieces(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Copy a whole array to this host in pieces of `PIECE_BYTES`, or of one row where rows are larger.
+
+    Where the array spans processes, all of them must call this together.
+
+    Args:
+        leaf: An array on any mesh, or a host array; with one dimension or more.
+
+    Yields:
+        Where a piece lies in the array, and its values.
+    """
+    if not isinstance(leaf, jax.Array):
+        yield (slice(None),), np.asarray(leaf)
+        return
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        assert isinstance(leaf.sharding, NamedSharding), "what spans processes lies on a mesh"
+        leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    for index, part in {str(shard.index): (shard.index, shard.data) for shard in leaf.addressable_shards}.values():
+        first, count = index[0].start or 0, len(part)
+        step = max(1, PIECE_BYTES * count // part.nbytes)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            # As in `host_value`: of an array of its own, so that the leaf keeps no host value.
+            yield (slice(first + start, first + stop), *index[1:]), np.asarray(_rows(part, start, stop - start))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _rows(part: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(part, start, count)
+
+
 def write_once(write: Callable[[Iterator[Any]], None], items: Iterator[Any]) -> None:
     """Let process 0 write what all processes compute together, and return when it is written.
 
@@ -93,8 +128,7 @@ def write_once(write: Callable[[Iterator[Any]], None], items: Iterator[Any]) -> 
             write(items)
         except Exception as error:  # the others wait for the rest of the gathers, whatever went wrong
             failure = error
-    for _ in items:
-        pass
+    collections.deque(items, maxlen=0)  # which holds no item while the next is gathered
     failed = bool(multihost_utils.broadcast_one_to_all(np.asarray(failure is not None)))
     if failure is not None:
         raise failure

@@ -24,7 +24,7 @@ from dew.data.text import Tokenizer
 from dew.files import check_room, unwritten
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.nn.router import RouterTraining, is_balance_bias
-from dew.placement.processes import host_value, write_once
+from dew.placement.processes import host_pieces, write_once
 from dew.pretrained.families import FAMILIES, Family
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.load import compute_dtype, model_recipes
@@ -249,9 +249,10 @@ def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
     for recipe, number in tensor.parts:
         leaf = arrays[recipe.path]
         place = recipe.place_of(number)
-        layer = host_value(_taken(leaf, place) if place else leaf)
         # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
-        copy_tiled(recipe.in_leaf_order(recipe.part_of(result)), layer)
+        layer = recipe.in_leaf_order(recipe.part_of(result))
+        for index, values in host_pieces(_taken(leaf, place) if place else leaf):
+            copy_tiled(layer[index], values)
     return result
 
 
