@@ -3,10 +3,12 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
-from tests.pretrained.checkpoints import FIXTURES
+from dew.pretrained import CheckpointError, load_pretrained
+from tests.pretrained.checkpoints import FIXTURES, everything_in
 
 
 @pytest.fixture
@@ -40,3 +42,18 @@ def tensors():
 def reference():
     """Tokens and logits that the reference library computed for a fixture."""
     return lambda name: dict(np.load(FIXTURES / name / "reference.npz"))
+
+
+@pytest.fixture
+def refused():
+    """Check that a load is refused with a text, places nothing and changes no file."""
+
+    def check(source, text, error=CheckpointError, **options):
+        directory = source if source.is_dir() else source.parent
+        files, arrays = everything_in(directory), len(jax.live_arrays())
+        with pytest.raises(error, match=text):
+            load_pretrained(source, **options)
+        assert len(jax.live_arrays()) <= arrays
+        assert everything_in(directory) == files
+
+    return check

@@ -14,23 +14,9 @@ from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import CheckpointError, describe, load_pretrained, load_variables
 from dew.pretrained.hub import locate
-from tests.pretrained.checkpoints import FIXTURES, everything_in, read_header, safetensors_bytes
+from tests.pretrained.checkpoints import FIXTURES, read_header, safetensors_bytes
 
 SPLIT = Layout(min_shard=1, tolerance=0.5)
-
-
-@pytest.fixture
-def refused():
-    """Check that a load is refused with a text, places nothing and changes no file."""
-
-    def check(directory, text, error=CheckpointError, **options):
-        files, arrays = everything_in(directory), len(jax.live_arrays())
-        with pytest.raises(error, match=text):
-            load_pretrained(directory, **options)
-        assert len(jax.live_arrays()) <= arrays
-        assert everything_in(directory) == files
-
-    return check
 
 
 def rewrite(directory, values):
