@@ -158,7 +158,10 @@ def read_safetensors(path: Path) -> None:
 def read_gguf(path: Path) -> None:
     file = GgufFile(path)
     read_all(GgufSource(file, str, lambda name, rows: None))
-    describe(path)
+    named = path.with_suffix(".gguf")  # the name says what is described
+    named.unlink(missing_ok=True)
+    named.hardlink_to(path)
+    describe(named)
 
 
 def read_pickle(path: Path) -> None:
