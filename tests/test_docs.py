@@ -1,7 +1,8 @@
 """Every Python block of the README and of the pages runs as written, in page order.
 
-A block that cannot run here stands below a comment `<!-- not run: REASON -->`. The published model is played by a
-tiny random one: its name resolves, through a prepared Hub cache, to a checkpoint in tests/fixtures.
+A block that cannot run here stands below a comment `<!-- not run: REASON -->`; the reason `from PATH` says that it
+holds lines of that file. The published model is played by a tiny random one: its name resolves, through a prepared Hub
+cache, to a checkpoint in tests/fixtures.
 """
 
 import pathlib
@@ -12,6 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+EXCERPT = re.compile(r"^<!-- not run: from (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPECIFICATION = """\
 import jax
 from dew.training import MeshSpec, build_mesh
@@ -51,6 +53,13 @@ def test_every_python_block_is_found():
     for page in PAGES:
         text = page.read_text()
         assert len(BLOCK.findall(text)) == text.count("```python"), page.name
+
+
+def test_an_excerpt_is_in_the_file_that_it_names():
+    excerpts = [found for page in PAGES for found in EXCERPT.findall(page.read_text())]
+    assert len(excerpts) >= 10
+    for path, lines in excerpts:
+        assert lines in (ROOT / path).read_text(), f"{path} no longer has the lines\n{lines}"
 
 
 def test_the_pages_show_the_single_device_mesh_and_the_three_meshes():

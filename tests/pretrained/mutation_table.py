@@ -1,8 +1,9 @@
 """Which wrong fields and weights the parity of each family must show.
 
-Entry points: `EVERYWHERE`, `MUTATIONS`, `WITHOUT`.
+Entry point: `wrong_fields`.
 """
 
+from tests.pretrained.checkpoints import UNTIED
 from tests.pretrained.mutations import (
     another_alpha,
     another_eps_of_scans,
@@ -59,6 +60,7 @@ from tests.pretrained.mutations import (
     sinks_dropped,
     skips_dropped,
     taps_reversed,
+    tied_to_the_table,
     unbounded_attention,
     unbounded_logits,
     unbounded_steps,
@@ -196,3 +198,10 @@ WITHOUT = {
     "mamba2": [scaled_by_the_width, theta_times_ten, norms_swapped],
     "granitemoehybrid": [theta_times_ten],
 }
+
+
+def wrong_fields(name):
+    """The mutations of a fixture."""
+    tied = [tied_to_the_table] if name in UNTIED else []
+    known = [*EVERYWHERE, *MUTATIONS.get(name, ()), *tied]
+    return [mutate for mutate in known if mutate not in WITHOUT.get(name, ())]
