@@ -54,9 +54,9 @@ def run_pool(program: str, *arguments: str, timeout: float = 300.0) -> list[str]
 
 
 def results(outputs: list[str]) -> list:
-    """Read the JSON that each process printed after `RESULT `.
+    """Read the JSON that each process printed after `RESULT `, on one line: what libraries print may follow it.
 
     Args:
         outputs: What `run_pool` returned.
     """
-    return [json.loads(output.split(MARK)[1]) for output in outputs]
+    return [json.loads(output.split(MARK)[1].splitlines()[0]) for output in outputs]
