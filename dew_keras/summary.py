@@ -42,7 +42,7 @@ def summary_text(engine: Engine, name: str, *, with_leaves: bool = False) -> str
             f"{len(module.layers)} layers, width {module.features}, vocabulary {module.vocab_size}, "
             f"context {module.max_length}, computes in {module.dtype}"
         )
-    explained = engine.layout.explain(engine.mesh, tree, engine.view)
+    explained = engine.layout.explain(engine.mesh, tree, engine.view, layers=_layers(engine))
     counts = {"params": 0, "other": 0}
     for path, leaf in named_leaves(tree, is_leaf=is_box).items():
         shape = (leaf.value if is_box(leaf) else leaf).shape
@@ -55,15 +55,23 @@ def summary_text(engine: Engine, name: str, *, with_leaves: bool = False) -> str
     lines.append(explained.summary())
     lines.append(f"Weights: {_where(engine)}")
     if engine.is_language_model:
-        with nn.logical_axis_rules(engine.layout.rules):
-            shards = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
-            lines.extend(attention_report(module, mesh=engine.mesh, rows=shards))
-            lines.extend(cache_report(module, mesh=decode_mesh(engine.mesh)))
-            lines.extend(experts_report(module, mesh=engine.mesh, num_tokens=_row_length(engine)))
         lines.extend(_generating(engine, tree, explained.bytes_per_device))
     if with_leaves:
         lines.append(explained.table())
     return "\n".join(lines)
+
+
+def _layers(engine: Engine) -> list[str]:
+    """Say what the layers exchange and run on the mesh, and what decoding keeps of them."""
+    if not engine.is_language_model:
+        return []
+    module, mesh = engine.module, engine.mesh
+    with nn.logical_axis_rules(engine.layout.rules):
+        return [
+            *attention_report(module, mesh=mesh, rows=math.prod(mesh.shape[axis] for axis in BATCH_AXES)),
+            *cache_report(module, mesh=decode_mesh(mesh)),
+            *experts_report(module, mesh=mesh, num_tokens=_row_length(engine)),
+        ]
 
 
 def _generating(engine: Engine, tree: Any, held: int) -> list[str]:

@@ -106,11 +106,13 @@ class Explanation:
         mesh_shape: Axis to size.
         rows: One per stored leaf.
         axes: One summary per axis larger than 1.
+        layers: What kinds of layers exchange on the mesh, and which kernel they run.
     """
 
     mesh_shape: Mapping[str, int]
     rows: tuple[Row, ...]
     axes: tuple[AxisSummary, ...]
+    layers: tuple[str, ...] = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -137,8 +139,9 @@ class Explanation:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Say for each axis what it splits, what stays whole and why, then the bytes per device."""
+        """Say for each axis what it splits, what stays whole and why, then what layers run, then bytes per device."""
         lines = [str(axis) for axis in self.axes] or ["one device holds everything"]
+        lines.extend(self.layers)
         lines.append(f"{format_bytes(self.bytes_per_device)} per device of {format_bytes(self.total_bytes)}")
         return "\n".join(lines)
 
@@ -146,18 +149,19 @@ class Explanation:
         return f"{self.table()}\n{self.summary()}"
 
 
-def explanation(mesh_shape: Mapping[str, int], rows: tuple[Row, ...]) -> Explanation:
+def explanation(mesh_shape: Mapping[str, int], rows: tuple[Row, ...], layers: tuple[str, ...] = ()) -> Explanation:
     """Summarise rows per axis.
 
     Args:
         mesh_shape: Axis to size.
         rows: The leaves.
+        layers: Lines about kinds of layers.
 
     Returns:
         The explanation.
     """
     axes = tuple(_summary(axis, size, rows) for axis, size in mesh_shape.items() if size > 1)
-    return Explanation(mesh_shape=mesh_shape, rows=rows, axes=axes)
+    return Explanation(mesh_shape=mesh_shape, rows=rows, axes=axes, layers=layers)
 
 
 def _summary(axis: str, size: int, rows: tuple[Row, ...]) -> AxisSummary:

@@ -277,13 +277,17 @@ class Layout:
             "higher tolerance."
         )
 
-    def explain(self, mesh: Mesh, tree: PyTree, stacks: StackView = _NO_STACKS) -> Explanation:
+    def explain(
+        self, mesh: Mesh, tree: PyTree, stacks: StackView = _NO_STACKS, *, layers: Iterable[str] = ()
+    ) -> Explanation:
         """Say where every leaf goes and why, one row per leaf.
 
         Args:
             mesh: A mesh with the six axes.
             tree: Variables as boxes, arrays or shapes.
             stacks: How banks stand for layers; a bank is one row marked with its number of layers.
+            layers: What kinds of layers exchange there and run, which a layout cannot know, as `attention_report` and
+                `experts_report` of `dew.nn` say it: a line each, kept for the summary.
 
         Returns:
             The rows, a summary per axis and the bytes per device.
@@ -306,7 +310,7 @@ class Layout:
                     total_bytes=shard_bytes(value.shape, value.dtype),
                 )
             )
-        return explanation(dict(mesh.shape), tuple(rows))
+        return explanation(dict(mesh.shape), tuple(rows), tuple(layers))
 
 
 class _MeshShape:

@@ -52,10 +52,9 @@ class Estimate:
         optimizer_state: Moments and counters.
         tables: Whole token tables and the sums of their gradients, where a training step holds them: under
             schedule="1f1b".
-        explanation: Where every leaf goes and why.
-        attention: Which attention kernel the layers take, and inside which exchange where the mesh splits positions, a
-            line per kind of layer; which keys and values are kept more than once; where experts are; why it could not
-            generate.
+        explanation: Where every leaf goes and why; its layers say which attention kernel they take, and inside which
+            exchange where the mesh splits positions, which keys and values are kept more than once, where experts are,
+            and why the model could not generate.
         refusal: Why the layout is refused on this mesh, or None.
     """
 
@@ -71,7 +70,6 @@ class Estimate:
     optimizer_state: int
     tables: int
     explanation: Explanation
-    attention: tuple[str, ...] = ()
     refusal: str | None = None
 
     @property
@@ -187,8 +185,7 @@ def estimate_bytes(
         gradients=masters + sums,
         optimizer_state=bytes_per_device(state.opt_state, places.opt_state),
         tables=master.pipelined_table_bytes if mesh.shape[STAGE] > 1 else 0,
-        explanation=layout.explain(mesh, declared, stacks),
-        attention=(*kernels, *cached, *experts, *unable),
+        explanation=layout.explain(mesh, declared, stacks, layers=(*kernels, *cached, *experts, *unable)),
         refusal=refusal,
     )
 

@@ -47,7 +47,7 @@ def plan_text(estimate: Estimate, *, device_bytes: float | None = None, table: b
         ),
         "Activations and the compiler's temporaries come on top; they depend on the batch.",
         "",
-        *(f"{line}\n" for line in estimate.attention),
+        *(f"{line}\n" for line in estimate.explanation.layers),
         *([estimate.explanation.table(), ""] if table else []),
         *(str(axis) for axis in estimate.explanation.axes),
     ]

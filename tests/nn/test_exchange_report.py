@@ -32,11 +32,12 @@ def test_each_kind_of_layer_has_a_line_with_its_exchange_and_bytes():
     assert exchange_report(module, mesh=planned_mesh({"tensor": 2})) == []
 
 
-def test_a_plan_says_it():
+def test_a_plan_and_its_explanation_say_it():
     estimate = estimate_bytes(tiny_decoder(layers=LAYERS), planned_mesh({"sequence": 8}), slots=40)
     text = plan_text(estimate)
     refused = r"exchange of 2 layers of 40 tokens: refused: No exchange .*40 positions do not divide into 16 .*32 or 48"
     assert re.search(refused, text)
+    assert re.search(refused, estimate.explanation.summary())
     # What one device would run says nothing of what the exchange leaves it.
     assert "\nattention of" not in text
     assert re.search(
