@@ -27,7 +27,7 @@ class Options:
 
     Attributes:
         stages: Stages of the meshes; the other devices go to fsdp.
-        microbatches: Microbatches of a step; those that are no multiple of the stages are left out.
+        microbatches: Microbatches of a step; those that are fewer than the stages are left out.
         rows: Rows of a microbatch on a device.
         length: Positions of a row.
         layers: Blocks, a multiple of every number of stages.
@@ -194,7 +194,7 @@ def main(options: Options) -> None:
     print(HEADER, flush=True)
     for schedule in ("gpipe", "1f1b"):
         for stages in options.stages:
-            for microbatches in (count for count in options.microbatches if count % stages == 0):
+            for microbatches in (count for count in options.microbatches if count >= stages):
                 print(measure(options, schedule, stages, microbatches).row(), flush=True)
 
 

@@ -1,7 +1,8 @@
 """GPipe: all microbatches forward through the stages, then all backward (https://arxiv.org/abs/1811.06965).
 
-Entry point: `through_stages`. The backward pass is the transpose of the loop over ticks; every tick hands one
-microbatch's activation from each stage to the next.
+Entry point: `through_stages`. The backward pass is the transpose of the loop over M + S - 1 ticks. With a bytes for a
+microbatch's activation on a device, a tick hands a to the next stage, and backward to the one before. Each takes its
+M a / S of what leaves the last stage, gathered as M a backward; gradients of what enters are summed, a a tick.
 """
 
 from collections.abc import Callable

@@ -50,6 +50,10 @@ def scheduled_loss(
 ) -> tuple[Float[Array, ""], tuple[Any, Any]]:
     """Score a batch; differentiated, compute its gradients in the order of the schedule.
 
+    Bytes of the results on one device, with activations of a bytes a microbatch: each of M + S - 1 ticks hands a to the
+    next stage, and backward to the one before. What the last stage gives is scattered to be scored, and what the first
+    gives backward for the embedding's gradient: (2 M + S - 1) a / S. Both are gathered after that, as (2 M + S - 1) a.
+
     Args:
         pipeline: The stages and microbatches.
         model: The model's functions.

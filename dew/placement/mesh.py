@@ -45,11 +45,11 @@ class MeshSpec:
         tensor: Shards of the mlp width, the heads and the vocabulary.
         sequence: Shards of the token positions.
         stage: Pipeline stages of the layer stack.
-        microbatches: Microbatches of a pipeline; None means one per stage.
+        microbatches: Microbatches of a pipeline, any number; None means one per stage.
         replicas: Groups of nodes that data parallelism spans, keeping the other axes inside a group.
 
     Raises:
-        ValueError: If a factor is not a positive integer, or microbatches do not fit the stages.
+        ValueError: If a factor is not a positive integer, or there are microbatches without stages.
     """
 
     fsdp: int = 1
@@ -70,11 +70,6 @@ class MeshSpec:
             raise ValueError(
                 f"MeshSpec microbatches={self.microbatches} needs a pipeline, but stage=1. "
                 "Give stage > 1 or leave microbatches out."
-            )
-        if self.microbatches % self.stage:
-            raise ValueError(
-                f"MeshSpec microbatches={self.microbatches} must be a multiple of stage={self.stage}. "
-                f"Use {self.stage * math.ceil(self.microbatches / self.stage)}."
             )
 
     @property

@@ -13,8 +13,8 @@ from dew.parallel.stages import current_pipeline, microbatched_into
 from dew.placement.mesh import MeshSpec, build_mesh
 from tools.collectives import collectives
 
-ROWS, LENGTH, WIDTH, MICROBATCHES = 16, 4, 8, 4
-MESH = MeshSpec(stage=2, fsdp=2)  # and data=2: four rows on a device
+ROWS, LENGTH, WIDTH = 24, 4, 8
+MESH = MeshSpec(stage=2, fsdp=2)  # and data=2: six rows on a device
 
 
 def company(given):
@@ -53,13 +53,17 @@ def one_f_one_b(rows):
     return [of_scoring[None], of_stages]
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 6])
 @pytest.mark.parametrize("run", [gpipe, one_f_one_b])
-def test_microbatch_m_takes_rows_m_and_every_mth_after_it_and_passes_each_stage_once(run):
+def test_microbatch_m_takes_rows_m_and_every_mth_after_it_and_passes_each_stage_once(run, microbatches):
     mesh, numbers = build_mesh(MESH), np.arange(ROWS)
     rows = np.broadcast_to(numbers[:, None], (ROWS, LENGTH))
-    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
-        found = jax.jit(run)(jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))))
-    want = (numbers[:, None] - numbers) % MICROBATCHES == 0
+    with jax.set_mesh(mesh), microbatched_into(microbatches):
+        # A function of its own: jit would find the program of another number of microbatches.
+        found = jax.jit(lambda rows: run(rows))(
+            jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+        )
+    want = (numbers[:, None] - numbers) % microbatches == 0
     for of_stages in found:
         for of_one in of_stages:
             np.testing.assert_array_equal(of_one, want)
@@ -87,19 +91,19 @@ def test_gradients_of_1f1b_are_those_of_the_formula_whatever_is_made_of_the_tota
         said = entering + entering * weights[0]
         return elements * (entering * entering * weights[0] * weights[1] + 0.125 * said) / 3
 
-    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
+    with jax.set_mesh(mesh), microbatched_into(3):
         got = jax.jit(jax.value_and_grad(third, (0, 1)))(outer, weights)
     want = jax.value_and_grad(formula, (0, 1))(outer, weights)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
 def test_no_row_changes_its_device():
-    mesh = build_mesh(MESH)
+    mesh, microbatches = build_mesh(MESH), 3
     whole, parts = (NamedSharding(mesh, PartitionSpec(*lead, ("data", "fsdp"))) for lead in ((), (None,)))
     x = jax.ShapeDtypeStruct((ROWS, LENGTH), np.float32, sharding=whole)
-    with jax.set_mesh(mesh), microbatched_into(MICROBATCHES):
+    with jax.set_mesh(mesh), microbatched_into(microbatches):
         pipeline = current_pipeline()
         cut = jax.jit(pipeline.split, out_shardings=parts).lower(x).compile()
-        y = jax.ShapeDtypeStruct((MICROBATCHES, ROWS // MICROBATCHES, LENGTH), np.float32, sharding=parts)
+        y = jax.ShapeDtypeStruct((microbatches, ROWS // microbatches, LENGTH), np.float32, sharding=parts)
         joined = jax.jit(pipeline.join, out_shardings=whole).lower(y).compile()
     assert collectives(cut.as_text(), dict(mesh.shape)) == collectives(joined.as_text(), dict(mesh.shape)) == []

@@ -5,7 +5,7 @@ import pytest
 
 from dew.parallel.schedules import IDLE, SCHEDULES, gpipe_timetable, one_f_one_b_timetable
 
-SIZES = [(1, 1), (2, 2), (2, 4), (3, 3), (4, 4), (4, 16), (8, 32)]
+SIZES = [(1, 1), (2, 2), (2, 3), (3, 3), (4, 1), (4, 3), (4, 4), (4, 18), (8, 32)]
 
 
 def ticks_of(entries, microbatches):

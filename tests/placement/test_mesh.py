@@ -54,11 +54,9 @@ def test_a_factor_is_a_positive_integer(field, value):
         MeshSpec(**{field: value})
 
 
-def test_microbatches_need_stages_and_their_multiple():
+def test_microbatches_need_stages():
     with pytest.raises(ValueError, match="microbatches=4 needs a pipeline, but stage=1"):
         MeshSpec(microbatches=4)
-    with pytest.raises(ValueError, match=r"microbatches=5 must be a multiple of stage=2. Use 6"):
-        MeshSpec(stage=2, microbatches=5)
 
 
 def test_factors_that_do_not_divide_are_refused_with_those_that_do():

@@ -3,6 +3,7 @@
 The optimizer keeps moments and an average of the weights: both must stay on the stage of their layers.
 """
 
+import collections
 import functools
 import importlib.util
 import math
@@ -20,6 +21,7 @@ from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.stacks import stack_view
 from dew.planning.flops import matrix_products
+from dew.planning.hlo import computations, running_instructions
 from dew.training.trainer import Trainer
 from dew.tree import named_leaves
 from dew_keras.transformations import keras_transformation
@@ -80,6 +82,25 @@ def test_temporaries_of_1f1b_do_not_grow_with_the_microbatches_and_those_of_gpip
     assert many["1f1b"] <= 1.1 * few["1f1b"], (few, many)
     assert many["gpipe"] >= 3 * few["gpipe"], (few, many)
     assert many["1f1b"] <= many["gpipe"] / 4, (few, many)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_stages_run_the_same_instructions(schedule):
+    of_ticks = [each for each in running_instructions(*computations(compiled(schedule, 4).as_text())) if each[1]]
+    assert "dot" in {instruction.opcode for instruction, _ in of_ticks}
+    assert "conditional" not in {instruction.opcode for instruction, _ in of_ticks}, "a branch could differ"
+    assert all(None not in trips for _, trips in of_ticks), "and so could the length of a loop"
+
+
+@pytest.mark.parametrize("schedule, scattered", [("gpipe", 4), ("1f1b", 4 + 7)])
+def test_stages_send_each_other_the_bytes_that_are_stated(schedule, scattered):
+    activation, ticks, found = LENGTH * 32 * 4, 4 + STAGES - 1, collections.Counter()
+    for each in travelling(schedule):
+        if each.axes == ("stage",) and each.shapes[0][-2:] in ((LENGTH, 32), (LENGTH // STAGES, 32)):
+            found[each.kind] += each.step_bytes
+    assert found["collective-permute"] == 2 * ticks * activation
+    assert found["reduce-scatter"] == scattered * activation // STAGES
+    assert found["all-gather"] == scattered * activation
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
