@@ -22,7 +22,7 @@ from dew.tree import named_leaves
 from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
 
 LAYOUT = dew_keras.Layout(min_shard=512, tolerance=0)
-EXPERTS_ALONE = dew_keras.Layout(min_shard=512, tolerance=1.0)
+COPIES = dew_keras.Layout(min_shard=512, tolerance=1.0)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 TENSOR = {"data": 4, "tensor": 2}
 ANSWER = {"max_new_tokens": 6, "stop_token_ids": []}
@@ -97,14 +97,15 @@ def one_device(layer):
 @pytest.mark.parametrize(
     "split, fields",
     [
-        ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
-        ({"stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        ({"expert": 2, "fsdp": 2, "tensor": 2}, {"layer": SPARSE}),
-        ({"expert": 4, "stage": 2}, {"layer": SPARSE, "schedule": "gpipe", "layout": EXPERTS_ALONE}),
+        ({"sequence": 8}, {}),
+        ({"tensor": 4}, {"layout": COPIES}),
+        ({"stage": 2, "sequence": 2, "tensor": 2}, {"schedule": "1f1b"}),
+        ({"expert": 2, "fsdp": 2, "sequence": 2}, {"layer": SPARSE}),
+        ({"expert": 4, "stage": 2}, {"layer": SPARSE, "schedule": "gpipe", "layout": COPIES}),
     ],
-    ids=["sequence", "stage", "expert", "expert and stage"],
+    ids=["sequence", "tensor", "stage and sequence", "expert and sequence", "expert and stage"],
 )
-def test_a_mesh_with_axes_that_cannot_decode_trains_generates_and_trains(split, fields):
+def test_on_a_mesh_of_any_kind_a_fit_goes_on_after_generate_as_if_it_had_not_happened(split, fields):
     model, other = model_on(split, **fields), model_on(split, **fields)
     for one in (model, other):
         fitted(one, 0)

@@ -14,9 +14,13 @@ from dew.inference import generate
 from dew.inference.prefill import cache_shardings
 from dew.placement import DEFAULT_RULES, Layout, MeshSpec, build_mesh
 from dew.planning import estimate_bytes
-from tests.nn.test_mamba2 import STRICT, model
-from tests.tiny import tiny_batch
+from dew.tree import named_leaves
+from tests.nn.test_gated_delta_net import LAYERS as DELTA_LAYERS
+from tests.nn.test_latent_attention import DENSE as LATENT
+from tests.nn.test_mamba2 import MODELS, STRICT, model
+from tests.tiny import tiny_batch, tiny_decoder
 
+DELTA = DELTA_LAYERS[0]
 CONTEXT = 64
 LENGTHS = (5, 17, 1, 30)
 COUNT = 12
@@ -78,11 +82,20 @@ def test_the_state_is_split_by_rows_and_heads_and_counted():
     assert estimate_bytes(module, mesh, Layout(min_shard=1), rows=8, slots=128).cache == held
 
 
-def test_the_facade_fits_and_generates_on_a_mesh_with_positions_split():
-    facade = dew_keras.Model(model("hybrid")[0])
-    facade.compile(keras.optimizers.Adam(0.05), mesh={"sequence": 2, "tensor": 2}, layout=STRICT)
+def fitted(facade):
+    """Train on, and give the losses and the whole training state."""
     history = facade.fit(tiny_batch(rows=8, length=16), batch_size=8, epochs=3, verbose=0)
-    assert history.history["loss"][-1] < history.history["loss"][0]
+    return history.history["loss"], jax.device_get(named_leaves(facade._engine.state))
+
+
+@pytest.mark.parametrize("layers", [MODELS["hybrid"], (DELTA, LATENT) * 2], ids=["hybrid", "delta nets and latents"])
+def test_the_facade_fits_generates_and_fits_on_a_mesh_with_positions_split(layers):
+    facade, other = (dew_keras.Model(tiny_decoder(layers=layers)) for _ in range(2))
+    for each in (facade, other):
+        each.compile(keras.optimizers.Adam(0.05), mesh={"sequence": 2, "tensor": 2}, layout=STRICT)
+        losses, _ = fitted(each)
+        assert losses[-1] < losses[0]
     got = facade.generate(prompts(), max_new_tokens=6, stop_token_ids=[], strip_prompt=True)
     want = generate(facade.module, jax.device_put(jax.device_get(facade.variables)), prompts(), max_new_tokens=6)
     assert tuple(map(tuple, got)) == want.tokens
+    jax.tree.map(np.testing.assert_array_equal, fitted(facade), fitted(other))
