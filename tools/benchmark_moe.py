@@ -8,10 +8,13 @@ and at a skewed routing. Times are medians of repeats with their quartiles.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,13 +24,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dew.kernels import expert_mixture, grouped_matmul
+from dew.kernels import expert_mixture
 from dew.nn.moe import Experts, ExpertsSpec
 from dew.nn.router import RouterSpec, choose
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
 from tools.collectives import collectives
 
+HEADER = """| devices | form | routing | ms (quartiles) | MiB of collectives on one device | MiB of temporaries |
+| --- | --- | --- | --- | --- | --- |"""
+CAPACITY = 1.25
+"""Of the form that drops tokens: slots of a row that an expert takes, over an even share."""
 SKEW = 4.0
 """Added to the logits of the experts of the first device: nearly every token chooses among them."""
 
@@ -112,35 +119,62 @@ def placed(params: Any, x: jax.Array, spec: MeshSpec) -> tuple[Any, Any, jax.Arr
     return mesh, put, jax.device_put(x, rows)
 
 
-def main() -> None:
+@contextlib.contextmanager
+def grouped(implementation: str) -> Iterator[None]:
+    """Have experts compute their grouped products in one way.
+
+    Args:
+        implementation: As `dew.kernels.grouped_matmul.grouped_matmul` names it.
+    """
+    own = expert_mixture.grouped_matmul
+    expert_mixture.grouped_matmul = functools.partial(own, implementation=implementation)
+    try:
+        yield
+    finally:
+        expert_mixture.grouped_matmul = own
+
+
+def rows(options: argparse.Namespace, *, skewed: bool) -> Iterator[str]:
+    """Measure each form at one routing; a row of the table each.
+
+    Args:
+        options: Sizes and repeats.
+        skewed: Whether the first quarter of the experts is preferred.
+    """
+    router = RouterSpec(top_k=options.top_k, normalise=True, bias=True)
+    spec = ExpertsSpec(num_experts=options.experts, features=options.features, router=router)
+    module, params, x = inputs(options.rows, options.length, options.width, spec, skewed=skewed)
+    alone = build_mesh(MeshSpec(), jax.devices()[:1])
+
+    def row(form: str, function: Callable[..., jax.Array], mesh: Any = alone, params: Any = params, x: Any = x) -> str:
+        cells = measured(function, params, x, mesh, options.repeats)
+        return f"| {mesh.size} | {form} | {'skewed' if skewed else 'even'} | {cells} |"
+
+    apply = lambda params, x: module.apply({"params": params}, x)[0]  # noqa: E731
+    capped = Experts(options.width, dataclasses.replace(spec, capacity_factor=CAPACITY))
+    with grouped("blocks"):
+        yield row("grouped products, blocks", apply)
+        yield row(f"capacity_factor={CAPACITY}", lambda params, x: capped.apply({"params": params}, x)[0])
+    with grouped("ragged"):
+        yield row("grouped products, ragged", apply)
+    yield row("every expert", lambda params, x: every_expert(params, x, spec))
+    for form, mesh_spec in (("fsdp=8, gathered", MeshSpec(fsdp=8)), ("expert=4, exchange", MeshSpec(expert=4))):
+        yield row(form, apply, *placed(params, x, mesh_spec))
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rows", 8), ("length", 256), ("width", 256), ("features", 256), ("experts", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    router = RouterSpec(top_k=options.top_k, normalise=True, bias=True)
-    spec = ExpertsSpec(num_experts=options.experts, features=options.features, router=router)
-    alone = build_mesh(MeshSpec(), jax.devices()[:1])
+    options = parser.parse_args(arguments)
     print(f"JAX {jax.__version__}, {jax.default_backend()}; {vars(options)}")
-    print("| devices | form | routing | ms (quartiles) | MiB of collectives on one device | MiB of temporaries |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(HEADER)
     for skewed in (False, True):
-        module, params, x = inputs(options.rows, options.length, options.width, spec, skewed=skewed)
-        routing = "skewed" if skewed else "even"
-        apply = lambda params, x, module=module: module.apply({"params": params}, x)[0]  # noqa: E731
-        for form in ("blocks", "ragged"):
-            expert_mixture.grouped_matmul = lambda *a, form=form: grouped_matmul.grouped_matmul(*a, implementation=form)
-            print(
-                f"| 1 | grouped products, {form} | {routing} | {measured(apply, params, x, alone, options.repeats)} |"
-            )
-        expert_mixture.grouped_matmul = grouped_matmul.grouped_matmul
-        dense = lambda params, x: every_expert(params, x, spec)  # noqa: E731
-        print(f"| 1 | every expert | {routing} | {measured(dense, params, x, alone, options.repeats)} |")
-        for name, mesh_spec in (("fsdp=8, gathered", MeshSpec(fsdp=8)), ("expert=4, exchange", MeshSpec(expert=4))):
-            mesh, put, tokens = placed(params, x, mesh_spec)
-            print(f"| 8 | {name} | {routing} | {measured(apply, put, tokens, mesh, options.repeats)} |")
+        for row in rows(options, skewed=skewed):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

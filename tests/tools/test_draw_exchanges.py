@@ -5,14 +5,15 @@ import pathlib
 
 import pytest
 
-from tools import draw_exchanges
+from tools import draw_exchanges, draw_experts
 
 PICTURES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 
-@pytest.mark.parametrize("name", ["all_to_all.svg", "gather.svg", "ring.svg", "banded.svg"])
+@pytest.mark.parametrize("name", ["all_to_all.svg", "gather.svg", "ring.svg", "banded.svg", "expert_exchange.svg"])
 def test_the_committed_picture_is_what_the_tool_draws(name):
-    assert (PICTURES / name).read_text() == draw_exchanges.pictures()[name]
+    drawn = draw_experts.picture() if name == draw_experts.PICTURE.name else draw_exchanges.pictures()[name]
+    assert (PICTURES / name).read_text() == drawn
 
 
 def test_every_causal_square_is_computed_once_and_by_devices_in_equal_number():
