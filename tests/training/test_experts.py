@@ -125,6 +125,33 @@ def test_the_gradient_of_a_balance_bias_counts_each_scored_token_once(fields):
         assert np.abs(gradient).max() > 1
 
 
+def staged(schedule=None):
+    """Build a run whose layers are all alike and recomputed; None as schedule is one device."""
+    mesh = MeshSpec(stage=2, fsdp=4) if schedule else build_mesh(MeshSpec(), jax.devices()[:1])
+    module = tiny_decoder(layers=(MIXED,) * 4, router_training=TRAINING, remat="full", schedule=schedule or "gpipe")
+    layout = Layout(rules=RULES, min_shard=1)
+    return Trainer(LanguageModel(module), "sgd", mesh=mesh, layout=layout, accumulation=3)
+
+
+@functools.cache
+def routed_on_one_device():
+    """Give weights and the load of each expert of each layer on two batches."""
+    alone = staged()
+    values = weights(alone)
+    return jax.device_get(values), alone.evaluate(values, [batch(0), batch(1)])["expert_load"].total
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_window_of_a_pipeline_sums_the_excess_load_of_one_device(schedule):
+    run, (values, load) = staged(schedule), routed_on_one_device()
+    loop = run.loop(run.place(values))
+    list(loop.run([batch(0), batch(1)]))
+    sums = by_layer(run, named_leaves(jax.device_get(loop.state.accumulator.gradients)))
+    for index, excess in enumerate(load - load.mean(axis=1, keepdims=True)):
+        np.testing.assert_allclose(sums[f"layers_{index}/mlp/router/balance_bias"], excess, atol=1e-3)
+        assert np.abs(excess).max() > 1
+
+
 @functools.cache
 def pooled(name=None, parts=1, **fields):
     """Evaluate 16 rows in as many batches, where experts drop what exceeds their capacity."""
