@@ -109,10 +109,14 @@ class Case(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Layers of the decoder: a bank has two, where there are stages one or two for each."""
-        if self.factors.stage > 1:
-            return max(4, self.factors.stage)
-        return 2 if self.features.scanned else 1
+        """Layers of the decoder: a bank has four, so that stages share its reference, or one for each of eight."""
+        return max(4, self.factors.stage) if self.features.scanned or self.factors.stage > 1 else 1
+
+    @property
+    def price(self) -> float:
+        """What it counts for in the cover: between the one case that it is and the time that it takes to compile."""
+        by_schedule = {None: 1.0, "gpipe": 1.4, "1f1b": 1.7}[self.way.schedule]
+        return by_schedule * (1.7 if self.features.sparse else 1.0) * (1.4 if self.features.accumulated else 1.0)
 
 
 def factorisations(devices: int = DEVICES) -> list[Factors]:
@@ -202,9 +206,7 @@ def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
     used = [(name, value) for name, value in case.way._asdict().items() if value is not None]
     counts = [("expert", case.factors.expert), ("stage", case.factors.stage)]
     kinds = [*splits, *used, *words.items()]
-    slices = (
-        [(("exchange", case.way.exchange), ("sequence", case.factors.sequence))] if is_uniform(case.factors) else []
-    )
+    slices = [(("exchange", case.way.exchange), ("sequence", case.factors.sequence))]
     return {*itertools.combinations([*counts, *splits], 2), *itertools.combinations(kinds, 2), *slices}
 
 
@@ -212,16 +214,15 @@ def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
 def cover() -> tuple[Case, ...]:
     """List few cases that run in which all `pairs` meet that can.
 
-    Every uniform factorisation has two opposite sets of the first seven features; meshes with stages or an axis of
-    experts add what those leave open, the case that adds most first. Cases of like features stand together.
+    Every uniform factorisation has one set of features; meshes with stages or an axis of experts add what those leave
+    open, the case that adds most first. Cases of like features stand together.
     """
     words, meshes = feature_words(), factorisations()
+    # Experts and windows of two batches are most of what compiles; they meet these meshes in the whole table.
+    light = dict.fromkeys(dataclasses.replace(word, accumulated=False, sparse=False) for word in words)
     chosen = _Chosen()
-    for number, factors in enumerate(filter(is_uniform, meshes)):
-        for place in (2 * number, 2 * number + 1):
-            # Experts and windows of two batches are most of what compiles; they meet these meshes in the whole table.
-            word = dataclasses.replace(words[place % len(words)], accumulated=False, sparse=False)
-            chosen.take(chosen.masks(every_case([factors], [word])))
+    for factors in filter(is_uniform, meshes):
+        chosen.take(chosen.masks(every_case([factors], light)))
     rest = chosen.masks(every_case(itertools.filterfalse(is_uniform, meshes), words))
     while any(mask & ~chosen.met for mask in rest.values()):
         chosen.take(rest)
@@ -253,11 +254,11 @@ class _Chosen:
         return {case: sum(1 << self._bits.setdefault(pair, len(self._bits)) for pair in pairs(case)) for case in runs}
 
     def take(self, masks: Mapping[Case, int]) -> None:
-        """Add the case in which most new pairs meet; among equals one whose reference is there, the least used."""
+        """Add the case in which most new pairs meet for its price; among equals one whose reference is there."""
 
-        def gain(case: Case) -> tuple[int, bool, int]:
+        def gain(case: Case) -> tuple[float, bool, int]:
             uses = self._uses[case.features, case.layers]
-            return (masks[case] & ~self.met).bit_count(), uses > 0, -uses
+            return (masks[case] & ~self.met).bit_count() / case.price, uses > 0, -uses
 
         best = max(masks, key=gain)
         self.cases.append(best)
