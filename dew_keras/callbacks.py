@@ -264,8 +264,6 @@ class Hooks:
         self._model = model
         self._drawn = 0.0
         self._in_fit = with_history  # validation inside fit draws no bar of its own
-        if self.history is not None:
-            model.history = self.history
         params = {"verbose": verbose, "epochs": epochs, "steps": steps}
         for callback in self.callbacks:
             callback.set_model(model)
@@ -289,6 +287,8 @@ class Hooks:
         Args:
             phase: "train", "test" or "predict".
         """
+        if self.history is not None:  # not before: data that is refused leaves the history of the fit before
+            self._model.history = self.history
         for callback in self.callbacks:
             getattr(callback, f"on_{phase}_begin")({})
 

@@ -31,7 +31,7 @@ from dew_keras.inputs import RowSharing
 from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
 from dew_keras.loop import FitRun, Pass
-from dew_keras.losses import bind_objective
+from dew_keras.losses import KerasObjective, bind_objective
 from dew_keras.placed_model import PlacedModel
 from dew_keras.presets import Preset
 from dew_keras.restoring import RestoresRuns
@@ -267,6 +267,8 @@ class Engine(RestoresRuns, PlacedModel):
         if self._run is not None:
             raise RuntimeError("fit() cannot be called while another fit of this model runs.")
         trainer = self.trainer(example)
+        if example is not None and self._steps is None and isinstance(self._objective, KerasObjective):
+            self._objective.check(example)  # as the first fit does by binding it, before any hook runs
         compiled = self.compiled
         assert compiled is not None, "verbs check that the model is compiled"
         with InterruptGate() as gate:

@@ -309,6 +309,15 @@ class KerasObjective:
         """Log keys in the order of `evaluate`: the loss, the losses of outputs, metrics."""
         return ["loss", *(self.losses.keys if self.losses else ()), *self.metrics.names]
 
+    def check(self, example: Mapping[str, Any]) -> None:
+        """Refuse targets or sample weights that are not in the structure of the outputs.
+
+        Args:
+            example: A host batch.
+        """
+        for name in ("y", "sample_weight"):
+            align_targets(example.get(name), self.paths, name)
+
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Leave the batch as it is.
 

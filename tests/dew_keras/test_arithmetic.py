@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dew_keras
-from tests.dew_keras.nets import TwoHeads, rows, twins
+from tests.dew_keras.nets import StillFirst, TwoHeads, assert_same_logs, one_device, rows, twins
 
 LOSSES = {
     "mse": lambda: "mse",
@@ -15,12 +15,6 @@ LOSSES = {
     "sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
     "function": lambda: lambda y, y_pred: keras.ops.mean(keras.ops.abs(y - y_pred) ** 1.5, axis=-1),
 }
-
-
-def same(got, want, rtol=1e-5):
-    assert got.keys() == want.keys()
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=1e-6, err_msg=name)
 
 
 GRID = [(loss, weighted, 4) for loss in LOSSES for weighted in (False, True)]
@@ -38,9 +32,10 @@ def test_history_and_evaluation_equal_those_of_keras(loss, weighted, batch_size)
         weighted_metrics=lambda: ["mse"],
         mesh={"data": 4, "fsdp": 2},
     )
-    fitted = ours.fit(x, y, batch_size, 2, 0, shuffle=False, sample_weight=weight, validation_data=(x, y, weight))
-    reference = theirs.fit(x, y, batch_size, 2, 0, shuffle=False, sample_weight=weight, validation_data=(x, y, weight))
-    same(fitted.history, reference.history)
+    arguments = {"sample_weight": weight, "validation_data": (x, y, weight), "callbacks": [StillFirst(0.05)]}
+    fitted, reference = (model.fit(x, y, batch_size, 2, 0, shuffle=False, **arguments) for model in (ours, theirs))
+    # Validation follows the updates of its epoch, and the first epoch has none.
+    assert_same_logs(fitted.history, reference.history, still=1)
     got = ours.evaluate(x, y, batch_size, 0, sample_weight=weight)
     want = theirs.evaluate(x, y, batch_size, 0, sample_weight=weight)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -58,9 +53,9 @@ def test_classification_metrics_equal_those_of_keras_on_ragged_batches(metric):
     }.get(metric, lambda: [metric])
     loss = lambda: keras.losses.CategoricalCrossentropy(from_logits=True)  # noqa: E731
     ours, theirs = twins(optimizer=lambda: "sgd", loss=loss, metrics=make, mesh={"data": 8})
-    got = ours.fit(x, y, 4, 2, 0, shuffle=False, sample_weight=weight).history
-    want = theirs.fit(x, y, 4, 2, 0, shuffle=False, sample_weight=weight).history
-    same(got, want)
+    arguments = {"shuffle": False, "sample_weight": weight, "callbacks": [StillFirst(0.01)]}
+    got, want = (model.fit(x, y, 4, 2, 0, **arguments).history for model in (ours, theirs))
+    assert_same_logs(got, want, still=1)
 
 
 @pytest.mark.parametrize("targets", ["sparse", "column", "binary"])
@@ -71,7 +66,7 @@ def test_accuracy_is_chosen_by_the_shape_of_the_targets(targets):
     y = y[:, None] if targets == "column" else y
     loss = "bce" if targets == "binary" else lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     ours, theirs = twins(features, mesh={"data": 2, "fsdp": 4}, optimizer="sgd", loss=loss, metrics=["accuracy"])
-    same(
+    assert_same_logs(
         ours.fit(x, y, 4, 1, 0, shuffle=False).history,
         theirs.fit(x, y, 4, 1, 0, shuffle=False).history,
     )
@@ -104,7 +99,7 @@ def test_class_weight_moves_training_only():
         optimizer="sgd", loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["acc"]
     )
     arguments = {"class_weight": {0: 3.0, 1: 0.5}, "validation_data": (x, y), "shuffle": False, "verbose": 0}
-    same(ours.fit(x, y, 4, **arguments).history, theirs.fit(x, y, 4, **arguments).history)
+    assert_same_logs(ours.fit(x, y, 4, **arguments).history, theirs.fit(x, y, 4, **arguments).history)
 
 
 def test_two_outputs_have_keras_keys_and_values():
@@ -129,9 +124,9 @@ def test_two_outputs_have_keras_keys_and_values():
     }
     theirs.compile("sgd", **settings)
     ours.compile("sgd", **settings, mesh={"data": 4, "fsdp": 2})
-    got = ours.fit(x, targets, 4, 2, 0, shuffle=False, sample_weight=weight).history
-    want = theirs.fit(x, targets, 4, 2, 0, shuffle=False, sample_weight=weight).history
-    same(got, want)
+    arguments = {"shuffle": False, "sample_weight": weight, "callbacks": [StillFirst(0.01)]}
+    got, want = (model.fit(x, targets, 4, 2, 0, **arguments).history for model in (ours, theirs))
+    assert_same_logs(got, want, still=1)
     assert list(got) == list(want), "keys in Keras' order"
     assert ours.predict(x, verbose=0)["b"].shape == (10, 3)
 
@@ -143,7 +138,7 @@ def test_gradient_accumulation_of_the_optimizer_equals_keras():
         loss="mse",
         mesh={"data": 4, "fsdp": 2},
     )
-    same(
+    assert_same_logs(
         ours.fit(x, y, 2, 2, 0, shuffle=False).history,
         theirs.fit(x, y, 2, 2, 0, shuffle=False).history,
         rtol=1e-4,
@@ -158,14 +153,18 @@ def test_predict_returns_the_rows_given_in_order_as_host_arrays():
     np.testing.assert_allclose(got, theirs.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
-def test_every_mesh_trains_alike():
-    x, y, _ = rows(10)
+def test_every_mesh_trains_as_one_device_does():
+    x, y, weight = rows(10)  # batches of 4, 4 and 2
+    metrics = {"metrics": lambda: ["mae", keras.metrics.RootMeanSquaredError()], "weighted_metrics": ["mse"]}
+    layout = dew_keras.Layout(min_shard=1, tolerance=1)
     results = []
-    for mesh in [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}]:
-        model, _ = twins(optimizer="adam", loss="mse", metrics=["mae"], mesh=mesh)
-        results.append(model.fit(x, y, 4, 2, 0).history)
+    for mesh in [one_device(), {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}]:
+        model, _ = twins(optimizer="adam", loss="mse", mesh=mesh, layout=layout, **metrics)
+        results.append(model.fit(x, y, 4, 2, 0, [StillFirst(1e-3)], sample_weight=weight).history)
+        is_split = not model.variables["params"]["dense"]["kernel"].sharding.is_fully_replicated
+        assert is_split == (mesh == {"data": 2, "fsdp": 4})
     for result in results[1:]:
-        same(result, results[0])
+        assert_same_logs(result, results[0], still=1)
 
 
 def test_mesh_and_rows_are_really_split():
@@ -185,7 +184,7 @@ def test_on_batch_verbs_return_the_numbers_of_their_batch():
         np.testing.assert_allclose(ours.train_on_batch(*batch), theirs.train_on_batch(*batch), rtol=1e-5)
     np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-5)
     np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-6)
-    same(ours.train_on_batch(x, y, return_dict=True), theirs.train_on_batch(x, y, return_dict=True))
+    assert_same_logs(ours.train_on_batch(x, y, return_dict=True), theirs.train_on_batch(x, y, return_dict=True))
 
 
 def in_batch(y_true, y_pred):
@@ -217,7 +216,7 @@ def test_losses_of_whole_batches_equal_keras_on_ragged_batches_too(loss):
 def test_a_loss_of_a_users_own_may_be_padded_when_rows_stand_alone():
     x, y, _ = rows(10)
     ours, theirs = twins(optimizer="sgd", loss=lambda: OwnLoss(), mesh={"data": 8})
-    same(ours.fit(x, y, 4, 2, 0, shuffle=False).history, theirs.fit(x, y, 4, 2, 0, shuffle=False).history)
+    assert_same_logs(ours.fit(x, y, 4, 2, 0, shuffle=False).history, theirs.fit(x, y, 4, 2, 0, shuffle=False).history)
 
 
 class OwnLoss(keras.losses.Loss):

@@ -306,7 +306,8 @@ def test_logs_that_are_kept_say_what_they_said_then():
     assert len(set(runs[0])) == 8
 
 
-def test_a_callback_that_reads_no_logs_makes_no_step_wait(monkeypatch):
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_without_a_reader_of_logs_no_step_waits_the_bar_included(monkeypatch, verbose):
     x, y, _ = rows(16)
     model, _ = twins(optimizer="sgd", loss="mse")
     waited = []
@@ -314,7 +315,7 @@ def test_a_callback_that_reads_no_logs_makes_no_step_wait(monkeypatch):
     monkeypatch.setattr(RunningLogs, "values", lambda self: waited.append(1) or values(self))
     counted = []
     spy = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counted.append(batch))
-    model.fit(x, y, 2, 1, 0, [spy])
+    model.fit(x, y, 2, 1, verbose, [spy])
     assert len(counted) == 8
     assert len(waited) == 1, "the epoch's own"
 

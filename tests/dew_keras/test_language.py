@@ -13,9 +13,11 @@ import pytest
 
 import dew_keras
 from dew.placement.memory import live_bytes_per_device
+from dew.placement.mesh import MeshSpec, build_mesh
 from dew.tree import named_leaves
+from tests.dew_keras.nets import StillFirst, assert_same_logs, one_device, refused
 from tests.dew_keras.texts import tiny_language_module, tiny_tokenizer
-from tests.tiny import tiny_batch
+from tests.tiny import tiny_batch, tiny_decoder
 
 # Every matrix of the tiny model counts; its norms, which tensor never splits, do not.
 SPLIT_ALL = dew_keras.Layout(min_shard=512, tolerance=0)
@@ -34,23 +36,42 @@ def language_model(mesh=None, seed=0, **arguments):
 
 @pytest.fixture(scope="module")
 def trained():
-    """One compiled model that tests may train on, for those that need no fresh weights."""
-    return language_model(optimizer=keras.optimizers.SGD(0.05), sequence_length=16)
+    """One model that was trained and that tests may train on, for those that need no fresh weights."""
+    model = language_model(optimizer=keras.optimizers.SGD(0.05), sequence_length=16)
+    model.fit(tiny_batch(rows=4), batch_size=4, verbose=0)
+    return model
+
+
+def assert_loss_of_the_logits(logs, model, batch):
+    """Compare loss and perplexity with one mean over the scored tokens, in double precision."""
+    logits = model.predict(batch["tokens"][:, :-1], verbose=0).astype(np.float64)
+    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    picked = np.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+    mask = batch["loss_mask"][:, 1:]
+    loss = -(picked * mask).sum() / mask.sum()
+    assert logs["loss"] == pytest.approx(loss, rel=1e-6)
+    assert logs["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
 
 
 def test_one_loss_and_one_perplexity_for_every_batch_size_and_mesh():
     batch = tiny_batch(rows=7, length=12, seed=3)
-    mask = batch["loss_mask"][:, 1:]
     for mesh in ({"data": 8}, {"fsdp": 2, "tensor": 2}):
         model = language_model(mesh)
-        logits = model.predict(batch["tokens"][:, :-1], verbose=0)
-        scores = np.asarray(nn.log_softmax(logits))
-        picked = np.take_along_axis(scores, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
-        loss = -(picked * mask).sum() / mask.sum()
         for batch_size in (1, 2, 3, 4, 7):
             logs = model.evaluate(batch, batch_size=batch_size, verbose=0, return_dict=True)
-            assert logs["loss"] == pytest.approx(loss, rel=1e-5)
-            assert logs["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+            assert_loss_of_the_logits(logs, model, batch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_fit_logs_one_loss_and_one_perplexity_for_every_batch_size_accumulation_and_data_axis(devices, accumulation):
+    batch = tiny_batch(rows=7, length=12, seed=3)
+    model = dew_keras.Model(tiny_decoder(num_layers=1))
+    mesh = build_mesh(MeshSpec(), jax.devices()[:devices])
+    model.compile(keras.optimizers.SGD(0.0), mesh=mesh, accumulation=accumulation)
+    for batch_size in (1, 2, 3, 4):
+        history = model.fit(batch, batch_size=batch_size, verbose=0).history
+        assert_loss_of_the_logits({name: values[0] for name, values in history.items()}, model, batch)
 
 
 def test_accumulation_is_one_batch_of_all_rows():
@@ -73,20 +94,20 @@ def test_8_bit_products_are_chosen_at_compile_and_undone_by_the_next():
     assert losses["int8"] == pytest.approx(losses[None][:1], rel=1e-2)
 
 
-def test_every_mesh_trains_alike_and_really_splits():
+def test_every_mesh_trains_as_one_device_does_and_really_splits():
     batch = tiny_batch(rows=10, length=12, seed=5)
     histories = []
-    for mesh in ({"data": 8}, {"tensor": 2, "fsdp": 2}):
+    for mesh in (one_device(), {"data": 8}, {"tensor": 2, "fsdp": 2}):
         model = language_model(mesh)
-        histories.append(model.fit(batch, batch_size=4, epochs=2, verbose=0, validation_data=batch).history)
-        used = [axis for axis in ("fsdp", "tensor") if mesh.get(axis, 1) > 1]
+        arguments = {"validation_data": batch, "callbacks": [StillFirst(0.1)]}
+        histories.append(model.fit(batch, batch_size=4, epochs=2, verbose=0, **arguments).history)
+        used = [axis for axis in ("fsdp", "tensor") if model.mesh.shape[axis] > 1]
         for path, leaf in named_leaves(model.variables).items():
             if leaf.size >= 1024 and leaf.ndim > 1:
                 for axis in used:
                     assert axis in str(leaf.sharding.spec), (path, leaf.sharding.spec)
     for history in histories[1:]:
-        for name, values in histories[0].items():
-            np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+        assert_same_logs(history, histories[0], still=1)
 
 
 FORMS = {
@@ -319,10 +340,9 @@ TOKENS = tiny_batch(rows=4)["tokens"]
     ],
 )
 def test_data_a_language_model_cannot_read_is_refused_with_the_forms_it_reads(trained, x, y, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        trained.fit(x, y, verbose=0)
-    with pytest.raises((ValueError, TypeError), match=text):
-        trained.evaluate(x, y, verbose=0)
+    for verb in (trained.fit, trained.evaluate):
+        with refused(trained, text, (ValueError, TypeError)):
+            verb(x, y, verbose=0)
 
 
 @pytest.mark.parametrize(
