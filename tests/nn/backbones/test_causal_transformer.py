@@ -1,5 +1,6 @@
 """The decoder: banks, caches, packing, padding and recomputation change where it computes, not what."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import NormSpec
+from dew.nn.router import RouterSpec
 from dew.nn.sharding import unboxed
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.placement.stacks import stack_view
-from dew.tree import named_leaves
+from dew.tree import map_named, named_leaves
 from tests.tiny import VOCAB_SIZE, tiny_batch, tiny_decoder, tiny_layer
 
 MIXED = (tiny_layer(), tiny_layer(), tiny_layer(qk_norm=NormSpec(eps=1e-6)), tiny_layer(), tiny_layer())
@@ -156,6 +159,34 @@ def test_packed_documents_are_the_documents_alone(layers):
     assert np.isfinite(got).all()
     mixed = module.apply(variables, packed)[0]
     assert np.max(np.abs(mixed[7:12] - got[7:12])) > 1e-3, "documents that read each other must differ"
+
+
+@functools.cache
+def routed(capacity):
+    """Build the function of hidden states and what the router of one layer says, with weights that choose decidedly."""
+    experts = ExpertsSpec(num_experts=4, features=16, router=RouterSpec(top_k=2), capacity_factor=capacity)
+    module = tiny_decoder(layers=(dataclasses.replace(tiny_layer(), mlp=experts),))
+    variables = map_named(lambda path, leaf: 50 * leaf if "/router/" in path else leaf, variables_of(module))
+    return jax.jit(functools.partial(module.apply, variables, method="routed_hidden_states"))
+
+
+def test_routers_say_of_packed_documents_what_they_say_of_each_alone():
+    first, second = TOKENS[:1, :6], TOKENS[1:2, :6]
+    packed, segments = np.concatenate([first, second, [[9, 9]]], axis=1), np.array([[1] * 6 + [2] * 6 + [0] * 2])
+    positions = np.concatenate([np.arange(6), np.arange(6), [0, 0]])[None]
+    _, (got,) = routed(None)(packed, np.asarray(segments > 0, np.float32), positions, segments)
+    alone = [routed(None)(row, np.ones(row.shape, np.float32))[1][0] for row in (first, second)]
+    jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, sum(b), rtol=1e-5), got, *alone)
+
+
+def test_padding_leaves_experts_the_room_that_a_row_has_alone():
+    row, counted = TOKENS[:1, :9], np.ones((1, 9), np.float32)
+    want, (alone,) = routed(0.75)(row, counted)
+    padded = [np.pad(each, ((0, 0), (0, 7))) for each in (row, counted, np.arange(9)[None], np.ones((1, 9), np.int32))]
+    got, (said,) = routed(0.75)(*padded)
+    assert alone.dropped > 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), said, alone)
+    np.testing.assert_allclose(got[:, :9], want, atol=1e-5)
 
 
 @pytest.mark.parametrize("storage", [{}, {"scan_layers": False}], ids=str)
