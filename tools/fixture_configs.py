@@ -27,6 +27,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3NextForCausalLM,
@@ -365,6 +367,29 @@ FIXTURES = {
             **DELTA_EXPERTS,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "mlp_only_layers": [0],
+            "rope_parameters": DELTA_ROPE,
+        },
+    ),
+    # Three heads to a key, another convolution, biases and a tied head, none of which Qwen3-Next's has.
+    "qwen3_5_text": (
+        Qwen3_5ForCausalLM,
+        {
+            **DELTA | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 3},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": DELTA_ROPE,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeForCausalLM,
+        {
+            **{name: value for name, value in DELTA.items() if name != "intermediate_size"}
+            | {"linear_value_head_dim": 4},
+            **DELTA_EXPERTS | {"moe_intermediate_size": 6},
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.01,
             "rope_parameters": DELTA_ROPE,
         },
     ),

@@ -68,7 +68,7 @@ LEAST_MEMORY = 0.02
 LARGEST_ROUNDING = 2e-6
 # The same where a rule multiplies the rounding that it receives, layer by layer.
 LARGEST_DELTA_ROUNDING = 6e-6
-DELTA_FAMILIES = ("qwen3_next",)
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5")
 # Between the logits of the last expert chosen and the first that is not: far above any rounding of them.
 SMALLEST_MARGIN = 2e-3
 

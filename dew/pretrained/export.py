@@ -172,10 +172,11 @@ def _warn_of_training(family: Family, module: CausalTransformer) -> None:
 # Fields of a model that decide what it computes; the others say how.
 _COMPUTED = ("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length")
 # Older spellings of fields that `config_dict` writes, which kept beside them would say something twice; and what an
-# export is not: packed.
+# export is not, packed, or lacks, heads that predict further tokens.
 _REWRITTEN = (
     *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
     *("torch_dtype", "dtype", "_name_or_path", "transformers_version", "quantization_config"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
 )
 
 

@@ -25,6 +25,7 @@ from dew.pretrained.block_scales import BlockScaledSource, block_scales
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
 from dew.pretrained.families.fields import MAX_LAYERS, Fields
+from dew.pretrained.families.wrapped import language_config
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
@@ -186,6 +187,7 @@ def describe(
         stored_dtype = "float32"
     else:
         config, tokenizer, generation_config = _describe_directory(path)
+        config = language_config(config, source)
         open_source = functools.partial(_open_directory, source, path, allow_pickle=allow_pickle)
         stored_dtype = _stored_dtype(config, path)
         config, open_source = _scaled(config, open_source, stored_dtype if dtype is None else dtype, source)
@@ -301,17 +303,17 @@ def compute_dtype(dtype: Any) -> str:
 
 
 def _left_out(described: PretrainedConfig, source: TensorSource) -> tuple[str, ...]:
-    """Say which tensors of parts that are not computed here a load passes over; gives the globs of all such."""
-    globs = described.family.left_out(described.config)
-    present = [glob for glob in globs if any(matches(name, (glob,)) for name in source.names())]
-    if present:
+    """Say which tensors of layers that are not computed here a load passes over; gives the globs of all such."""
+    layers = described.family.left_out(described.config)
+    present = {glob: what for glob, what in layers.items() if any(matches(name, glob) for name in source.names())}
+    for what in dict.fromkeys(present.values()):
+        globs = ", ".join(glob for glob in present if present[glob] == what)
         warnings.warn(
-            f"{described.source}: the tensors {', '.join(present)} are left out. They belong to layers that predict "
-            "tokens after the next one, which are not computed here; the logits of the next token do not depend on "
-            "them, and what is saved from here has none.",
+            f"{described.source}: the tensors {globs} are left out. They belong to {what}, which are not computed "
+            "here; the logits of a text do not depend on them, and what is saved from here has none.",
             stacklevel=3,
         )
-    return globs
+    return tuple(layers)
 
 
 def _check_depth(config: dict[str, Any], where: object) -> None:

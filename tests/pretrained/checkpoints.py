@@ -7,7 +7,7 @@ import struct
 FIXTURES = pathlib.Path(__file__).resolve().parents[1] / "fixtures"
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid_experts", "gpt_oss")
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-DELTA = ("qwen3_next",)
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NAMES = (
     *("llama", "llama_untied", "qwen3", "qwen3_untied", "mistral", "qwen2", "gemma", "gemma2", "gemma3_text"),
     *("smollm3", "olmo2", "olmo3", "granite", "phi3"),
@@ -19,7 +19,7 @@ NAMES = (
 )
 UNTIED = (
     *("llama_untied", "qwen3_untied", "mistral", "olmo2", "olmo3", "phi3", "gpt_neox", "glm4", "mamba2", "bamba"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"),
     *LATENT,
 )
 

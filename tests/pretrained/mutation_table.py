@@ -16,6 +16,7 @@ from tests.pretrained.mutations import (
     delta_corrections_and_decays_swapped,
     delta_decays_doubled,
     delta_keys_and_queries_swapped,
+    delta_projections_grouped_by_key,
     delta_projections_not_grouped_by_key,
     delta_scales_dropped,
     delta_steps_not_shifted,
@@ -182,6 +183,9 @@ MUTATIONS = {
     "granitemoehybrid_experts": [*EXPERTS, weights_not_divided, shared_gates_swapped, gate_and_values_swapped]
     + [written_and_read_swapped, full_residuals, unscaled_attention],
     "qwen3_next": [*DELTAS, *EXPERTS, delta_projections_not_grouped_by_key, weights_not_divided]
+    + [shared_perceptron_ungated],
+    "qwen3_5_text": [*DELTAS, delta_projections_grouped_by_key, biases_dropped, gates_swapped],
+    "qwen3_5_moe_text": [*DELTAS, *EXPERTS, delta_projections_grouped_by_key, weights_not_divided]
     + [shared_perceptron_ungated],
 }
 MUTATIONS |= {

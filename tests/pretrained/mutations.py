@@ -323,6 +323,17 @@ def delta_projections_not_grouped_by_key(delta):
 
 
 @deltas_changed
+def delta_projections_grouped_by_key(delta):
+    names = ("q_proj", "k_proj", "v_proj")
+    features, keys, _ = delta["q_proj"]["kernel"].shape
+    rows = jnp.concatenate([delta[name]["kernel"].reshape(features, -1) for name in names], axis=1)
+    rows = rows.reshape(features, keys, -1)
+    for name in names:
+        width = delta[name]["kernel"].shape[2]
+        delta[name], rows = {"kernel": rows[..., :width]}, rows[..., width:]
+
+
+@deltas_changed
 def delta_taps_reversed(delta):
     for name in ("q_conv", "k_conv", "v_conv"):
         delta[name] = {"kernel": delta[name]["kernel"][..., ::-1]}

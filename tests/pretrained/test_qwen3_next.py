@@ -1,4 +1,4 @@
-"""Configs and weights of the gated delta net hybrids: Qwen3-Next."""
+"""Configs and weights of the gated delta net hybrids: Qwen3-Next, and what Qwen3.5 shares with it."""
 
 import json
 
@@ -54,7 +54,9 @@ def test_the_published_config_of_qwen3_next_is_understood(copied):
     assert (rotary.theta, rotary.fraction, module.dtype) == (1e7, 0.25, "bfloat16")
 
 
-@pytest.mark.parametrize("name, experts, heads", [("qwen3_next", 10, 2)])
+@pytest.mark.parametrize(
+    "name, experts, heads", [("qwen3_next", 10, 2), ("qwen3_5_text", None, 4), ("qwen3_5_moe_text", 8, 2)]
+)
 def test_absent_fields_take_the_defaults_of_the_config_class(name, experts, heads):
     kept = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = json.loads((FIXTURES / name / "config.json").read_text())
@@ -81,6 +83,14 @@ def test_absent_fields_take_the_defaults_of_the_config_class(name, experts, head
         ("qwen3_next", {"linear_num_key_heads": 3}, "num_heads a multiple of num_keys.* num_keys=3"),
         ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval must be a positive"),
+        ("qwen3_5_text", {"linear_num_key_heads": 4}, "num_heads a multiple of num_keys.* num_keys=4"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen3_5_text", {"num_experts": 4}, "num_experts=4"),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype=bfloat16"),
+        ("qwen3_5_text", {"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers must be a whole number of 0 or more"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("qwen3_5_moe_text", {"num_experts_per_tok": 5}, "top_k=5"),
     ],
 )
 def test_what_would_change_the_computation_is_refused(name, fields, text, copied):
@@ -102,8 +112,8 @@ def fused(stored):
     return result
 
 
-def test_experts_of_a_layer_in_one_tensor_are_read(copied, tensors):
-    name = "qwen3_next"
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_experts_of_a_layer_in_one_tensor_are_read(copied, tensors, name):
     directory, stored = copied(name), fused(tensors(FIXTURES / name))
     save_file(stored, directory / "model.safetensors")
     got, want = load_pretrained(directory), load_pretrained(FIXTURES / name)

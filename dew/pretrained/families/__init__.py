@@ -30,6 +30,8 @@ from dew.pretrained.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
     smollm3,
@@ -47,7 +49,7 @@ FAMILIES: dict[str, Family] = {
         *(mixtral, qwen3_moe, qwen2_moe, granitemoe, gpt_oss),
         *(mamba2, bamba, granitemoehybrid),
         *(deepseek_v2, deepseek_v3),
-        *(qwen3_next,),
+        *(qwen3_next, qwen3_5, qwen3_5_moe),
     )
 }
 

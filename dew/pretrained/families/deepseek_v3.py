@@ -160,14 +160,15 @@ def _is_interleaved(layer: LayerSpec) -> bool:
     return layer.mixer.rotary.interleaved
 
 
-def prediction_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the tensors of layers after the last one, which predict tokens after the next one.
+def prediction_layers(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name the tensors of layers after the last one, and what those do.
 
     Args:
         config: The config.
     """
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
-    return tuple(f"model.layers.{first + index}.*" for index in range(1 if count is None else count))
+    numbers = range(first, first + (1 if count is None else count))
+    return {f"model.layers.{number}.*": "layers that predict tokens after the next one" for number in numbers}
 
 
 FAMILY = Family(

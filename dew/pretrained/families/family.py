@@ -26,8 +26,8 @@ class Family:
         ignorable: Globs of tensors that old exports carry and that hold no weight.
         unpacked: View of a checkpoint, which is named for errors, with packed tensors under the names of `weights`;
             None where the family packs none.
-        left_out: Config to globs of tensors that hold weights of parts that are not computed here and that the logits
-            do not depend on; a load says which it leaves out.
+        left_out: Config to globs of tensors of layers that are not computed here and that the logits of a text do not
+            depend on, each with what those layers do; a load says which it leaves out.
     """
 
     model_type: str
@@ -37,7 +37,7 @@ class Family:
     weights: tuple[Weight, ...]
     ignorable: tuple[str, ...] = ()
     unpacked: Callable[[TensorSource, object], TensorSource] | None = None
-    left_out: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    left_out: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda config: {}
 
 
 IGNORABLE = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

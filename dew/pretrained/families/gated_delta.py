@@ -5,7 +5,7 @@ name what all of them store alike. Norms of the residual stream, of queries and 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dew.nn.attention import AttentionSpec
@@ -73,13 +73,16 @@ def norm_of(fields: Fields) -> NormSpec:
     return NormSpec(eps=fields.number("rms_norm_eps", 1e-6), offset=1.0, cast="after_scale")
 
 
-def gated_attention_of(fields: Fields, max_length: int, default_key_value_heads: int) -> AttentionSpec:
+def gated_attention_of(
+    fields: Fields, max_length: int, default_key_value_heads: int, inert_rotary: Collection[str] = ()
+) -> AttentionSpec:
     """Read the attention of the blocks that have it.
 
     Args:
         fields: The config.
         max_length: Longest context in tokens.
         default_key_value_heads: Key/value heads that the config class has of its own.
+        inert_rotary: Rotary parameters that change nothing in the family.
     """
     bias = fields.flag("attention_bias", False)
     return attention_of(
@@ -90,7 +93,7 @@ def gated_attention_of(fields: Fields, max_length: int, default_key_value_heads:
         out_bias=bias,
         gate=True,
         qk_norm=norm_of(fields),
-        rotary=read_rotary(fields, max_length, default_fraction=FRACTION, partial=True),
+        rotary=read_rotary(fields, max_length, default_fraction=FRACTION, partial=True, inert=inert_rotary),
     )
 
 

@@ -107,9 +107,18 @@ def dense_config(module: CausalTransformer) -> dict[str, Any]:
 
 def shared_config(spec: ExpertsSpec) -> dict[str, Any]:
     """Write the perceptron beside the experts."""
+    return {"norm_topk_prob": spec.router.normalise, "shared_expert_intermediate_size": shared_width(spec)}
+
+
+def shared_width(spec: ExpertsSpec) -> int:
+    """Give the width of the perceptron beside the experts.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if spec.shared is None:
         raise ValueError("the config has a shared perceptron in every layer with experts. Received: shared=None")
-    return {"norm_topk_prob": spec.router.normalise, "shared_expert_intermediate_size": spec.shared.features}
+    return spec.shared.features
 
 
 def config_dict(module: CausalTransformer) -> dict[str, Any]:

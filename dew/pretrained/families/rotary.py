@@ -5,7 +5,7 @@ Entry points: `read_rotary` and `write_rotary`; `read_rotaries` and `write_rotar
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dew.nn.rope import (
@@ -71,6 +71,7 @@ def read_rotary(
     partial: bool = False,
     kinds: Mapping[str, str] | None = None,
     default_original: int | None = None,
+    inert: Collection[str] = (),
 ) -> RotarySpec:
     """Read how a config rotates.
 
@@ -83,6 +84,7 @@ def read_rotary(
         partial: Whether the family may rotate a part of each head.
         kinds: Kinds of scaling that the family takes and what it means by them; None means all, as they are.
         default_original: Original context that the config class has of its own.
+        inert: Parameters that change nothing in the family.
 
     Raises:
         CheckpointError: If the kind of scaling or one of its fields is not known.
@@ -91,7 +93,8 @@ def read_rotary(
     older = fields.get("rope_scaling", None)
     if parameters is not None and older is not None and parameters != older:
         raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; keep one of them.")
-    values = dict(_mapping(older if parameters is None else parameters, fields))
+    stated = _mapping(older if parameters is None else parameters, fields)
+    values = {name: value for name, value in stated.items() if name not in inert}
     values.setdefault("rope_theta", fields.get(names[0], default_theta))
     values.setdefault("partial_rotary_factor", fields.get(names[1], default_fraction))
     kind = values.get("rope_type", values.get("type", "default"))
