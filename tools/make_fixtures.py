@@ -66,8 +66,9 @@ LARGEST_ENTROPY = 0.5
 LEAST_MEMORY = 0.02
 # Of the largest logit, between the reference in float32 and in float64. The parity tests allow 1e-5.
 LARGEST_ROUNDING = 2e-6
-# The same where a rule multiplies the rounding that it receives, layer by layer.
-LARGEST_DELTA_ROUNDING = 6e-6
+# The same of gated delta nets: noise in their embeddings comes out 19 to 74 times as large, of Llama 11 to 17 times. Of
+# eight seeds of Qwen3-Next none rounds by less than 2.7e-6, or 2.0e-6 with the rule itself in float64.
+LARGEST_DELTA_ROUNDING = 4e-6
 DELTA_FAMILIES = ("qwen3_next", "qwen3_5")
 # Between the logits of the last expert chosen and the first that is not: far above any rounding of them.
 SMALLEST_MARGIN = 2e-3
