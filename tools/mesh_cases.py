@@ -199,15 +199,32 @@ def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
     """List any two things that a case has and that should meet in some case.
 
     They are numbers of stages or of shards of experts beside each other axis that is split, and exchanges beside the
-    number of slices; and any two of which axes are split, how the mesh is used, what the features are and are not.
+    number of slices; any two of which axes are split, how the mesh is used, what the features are and are not; and
+    split experts, dressed and plain, under each schedule and none beside each other axis. An axis of experts in a
+    decoder without any splits rows as data does: that it runs is all there is to meet.
     """
     sizes, words = case.factors._asdict(), dataclasses.asdict(case.features)
+    if case.factors.expert > 1 and not case.features.sparse:
+        return {(("splits expert", True), ("sparse", False))}
     splits = [(f"splits {name}", size > 1) for name, size in sizes.items()]
     used = [(name, value) for name, value in case.way._asdict().items() if value is not None]
     counts = [("expert", case.factors.expert), ("stage", case.factors.stage)]
     kinds = [*splits, *used, *words.items()]
     slices = [(("exchange", case.way.exchange), ("sequence", case.factors.sequence))]
-    return {*itertools.combinations([*counts, *splits], 2), *itertools.combinations(kinds, 2), *slices}
+    return {
+        *itertools.combinations([*counts, *splits], 2),
+        *itertools.combinations(kinds, 2),
+        *slices,
+        *split_experts(case),
+    }
+
+
+def split_experts(case: Case) -> list[tuple[tuple[str, Any], ...]]:
+    """List each axis that is split beside experts, with the schedule and whether the experts are dressed."""
+    if case.factors.expert == 1 or not case.features.sparse:
+        return []
+    way, beside = (("schedule", case.way.schedule), ("dressed", case.features.dressed)), case.factors._asdict()
+    return [(*way, ("beside", axis)) for axis, size in beside.items() if size > 1 and axis not in ("expert", "stage")]
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def test_every_uniform_factorisation_runs_and_any_two_features_axes_and_exchange
     uniform = [factors for factors in table.factorisations() if table.is_uniform(factors)]
     assert len(uniform) == 20
     assert sorted(case.factors for case in COVER if table.is_uniform(case.factors)) == sorted(uniform)
-    assert len(COVER) <= 45
+    assert len(COVER) <= 60
     met = {frozenset(pair) for case in COVER for pair in itertools.combinations(levels(case), 2)}
     names = [field.name for field in dataclasses.fields(table.Features)]
     for one, other in itertools.combinations(names, 2):
@@ -87,6 +87,19 @@ def test_stages_and_experts_meet_each_other_axis_each_schedule_and_each_feature(
         assert any(splits(case, axis) and case.way.schedule == schedule for case in cases)
     for exchange, name in itertools.product(table.EXCHANGES, ("stage", "expert")):
         assert any(splits(case, name) and case.way.exchange == exchange for case in cases)
+
+
+def test_experts_are_split_under_each_schedule_beside_each_axis_with_a_capacity_and_without():
+    split = [case for case in COVER if case.factors.expert > 1]
+    assert sum(not case.features.sparse for case in split) <= 2, "without experts their axis is another data axis"
+    met = {
+        (case.way.schedule, case.features.dressed, axis)
+        for case in split
+        for axis, size in case.factors._asdict().items()
+        if case.features.sparse and size > 1
+    }
+    axes = set(law.AXES) - {"expert", "stage"}
+    assert met >= set(itertools.product((None, *table.SCHEDULES), (True, False), axes))
 
 
 def test_the_whole_table_has_any_three_of_the_first_eight_features_and_any_two_in_every_way():
