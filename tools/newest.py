@@ -20,7 +20,7 @@ SUBSET = (
     "tests/parallel/test_exchange.py",
     "tests/parallel/test_expert_exchange.py",
     "tests/parallel/test_one_f_one_b.py",
-    "tests/parallel/test_ssm_scan.py",
+    "tests/parallel/test_scan_slices.py",
     "tests/parallel/test_vocabulary.py",
     "tests/nn/test_sharding.py",
     "tests/training/test_loop.py",

@@ -4,28 +4,22 @@ Entry points: `exchange_report`, `check_row_length`, `takes_row_length`.
 """
 
 import collections
-import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from jax.sharding import PartitionSpec
 
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention import AttentionSpec
-from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import attention_form
-from dew.nn.mamba2 import GROUP_NAMES, HEAD_NAMES, Mamba2Spec
+from dew.nn.scan_mixer import ScanSpec
 from dew.parallel.choice import choose_exchange, exchange_refusal
 from dew.parallel.exchange import AXIS, placed_sizes
 from dew.parallel.row_lengths import length_advice
-from dew.parallel.ssm_scan import check_length, shift_bytes
+from dew.parallel.scan_slices import ScanPlaces, Streams, shift_bytes
 from dew.parallel.traffic import AttentionSizes
 from dew.placement.layout import LayoutRefused
-from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
-
-DELTA_SHIFTS = "shifts (the convolution's reach, and states of the delta rule with their transitions)"
 
 
 def exchange_report(
@@ -61,9 +55,7 @@ def exchange_report(
                 named = {"implementation": module.attention_impl, "device": device}
                 chosen = str(choose_exchange(sizes, module.sequence_impl, **named))
             else:
-                check_length(length, mesh.shape[AXIS], spec.conv_kernel)
-                scans = isinstance(spec, Mamba2Spec)
-                chosen = _shifts(module, spec, mesh, rows, length) if scans else DELTA_SHIFTS
+                chosen = _shifts(module, spec, mesh, rows, length)
         except LayoutRefused as refusal:
             chosen = f"refused: {refusal}"
         text = f"of {length} tokens{where}: {chosen}"
@@ -123,7 +115,7 @@ def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:
     """Count the layers of each kind; none where no positions are split."""
     if mesh.shape.get(AXIS, 1) > 1:
         mixers = [layer.mixer for layer in getattr(module, "layers", ())]
-        known = [spec if isinstance(spec, Mamba2Spec | GatedDeltaNetSpec) else attention_form(spec) for spec in mixers]
+        known = [spec if isinstance(spec, ScanSpec) else attention_form(spec) for spec in mixers]
         yield from collections.Counter(spec for spec in known if spec is not None).items()
 
 
@@ -145,27 +137,23 @@ def _sizes(module: Any, spec: AttentionSpec, mesh: Any, rows: int, length: int, 
     )
 
 
-def _shifts(module: Any, spec: Mamba2Spec, mesh: Any, rows: int, length: int) -> str:
+def _shifts(module: Any, spec: Any, mesh: Any, rows: int, length: int) -> str:
     """Say what a scan sends over the sequence axis."""
-    rules = nn.get_logical_axis_rules() or DEFAULT_RULES
-    at = _padded(resolve(HEAD_NAMES, (rows, length, spec.num_heads, spec.head_dim), mesh, rules).spec)
-    groups = _padded(resolve(GROUP_NAMES, (rows, length, spec.num_groups, spec.state_size), mesh, rules).spec)[2]
-
-    def size(entry: Any) -> int:
-        return math.prod(mesh.shape[axis] for axis in spec_axes(PartitionSpec(entry)))
-
+    kept, dtype = spec.cache_shape, jnp.dtype(module.dtype)
+    dims = ((kept.num_heads, kept.head_dim), *[(kept.num_groups, kept.state_size)] * 2)
+    streams = Streams(*(jax.ShapeDtypeStruct((rows, length, *channels), dtype) for channels in dims))
+    places = ScanPlaces(mesh, streams, spec.conv_kernel, splits_length=True)
     count, sent = shift_bytes(
-        mesh.shape[AXIS],
-        rows=rows // size(at[0]),
-        heads=spec.num_heads // size(at[2]),
-        head_dim=spec.head_dim,
-        groups=spec.num_groups // (size(groups) if groups == at[2] else 1),
-        state_size=spec.state_size,
+        places.slices,
+        rows=rows // places.parts(places.tokens[0]),
+        heads=kept.num_heads // places.parts(places.channels.x),
+        head_dim=kept.head_dim,
+        groups=kept.num_groups // places.parts(places.channels.b),
+        state_size=kept.state_size,
         taps=spec.conv_kernel,
-        itemsize=jnp.dtype(module.dtype).itemsize,
+        itemsize=dtype.itemsize,
+        transition=spec.transition_size,
     )
-    return f"{2 * count} shifts, {2 * sent:,} bytes a device (the convolution's reach, and states of the scan)"
-
-
-def _padded(spec: PartitionSpec) -> list[Any]:
-    return [*spec, *[None] * (4 - len(spec))]
+    return (
+        f"{2 * count} shifts, {2 * sent:,} bytes a device (the convolution's reach, and states with their transitions)"
+    )

@@ -27,6 +27,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def check_activation(activation: str) -> None:
+    """Refuse a name that is not in `ACTIVATIONS`."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={activation!r}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpSpec:
     """Shape of the perceptron.
@@ -46,10 +52,7 @@ class MlpSpec:
     def __post_init__(self) -> None:
         if self.features < 1:
             raise ValueError(f"an mlp needs a positive hidden width. Received: features={self.features}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={self.activation!r}"
-            )
+        check_activation(self.activation)
 
 
 class Mlp(nn.Module):

@@ -14,7 +14,7 @@ from dew.arrays import Array, Bool, Float, Int
 from dew.kernels.expert_mixture import CLAMPED_ALPHA
 from dew.nn.expert_dispatch import BANK_NAMES, routed
 from dew.nn.linear import INITIAL_SCALE, Linear
-from dew.nn.mlp import ACTIVATIONS, Activation, Mlp, MlpSpec
+from dew.nn.mlp import Activation, Mlp, MlpSpec, check_activation
 from dew.nn.router import BALANCE_BIAS, RouterSpec, Routing
 from dew.nn.sharding import declare
 
@@ -57,10 +57,7 @@ class ExpertsSpec:
                 "experts need a positive number and hidden width. Received: "
                 f"num_experts={self.num_experts}, features={self.features}"
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {sorted(ACTIVATIONS)}. Received: activation={self.activation!r}"
-            )
+        check_activation(self.activation)
         if self.limit is not None and (self.limit <= 0 or self.activation != "silu"):
             raise ValueError(
                 "limit must be positive and replaces the activation, which is left at 'silu'. Received: "

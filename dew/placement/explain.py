@@ -203,7 +203,11 @@ def _reasons(axis: str, size: int, rows: tuple[Row, ...]) -> list[str]:
         lines.append(f"{sizes['kv']} kv heads do not divide {axis}={size}: keys and values stay whole, queries split")
     elif "heads" in names:
         lines.append(f"{sizes['heads']} query heads do not divide {axis}={size}: queries and their output stay whole")
-    lines.extend(str(refusal) for (name, _), refusal in refused.items() if name not in ("heads", "kv"))
+    for (name, _), refusal in refused.items():
+        if name == "ssm_heads":
+            lines.append(f"{refusal}: every device scans them all; a {axis} axis that divides them splits the layer")
+        elif name not in ("heads", "kv"):
+            lines.append(str(refusal))
     small = [row for row in rows if any("min_shard" in (reason or "") for reason in row.resolution.reasons)]
     if small and axis in PARAMETER_AXES:
         limit = next(reason for reason in small[0].resolution.reasons if reason).partition("fewer than ")[2]

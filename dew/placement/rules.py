@@ -81,7 +81,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
 _NOUNS = {
     "heads": "query heads",
     "kv": "kv heads",
-    "ssm_heads": "heads of the scan",
+    "ssm_heads": "heads of the scan (keys of a delta net)",
     "ssm_groups": "groups of the scan",
     "activation_heads": "query heads",
     "activation_kv": "kv heads",
