@@ -1,9 +1,6 @@
 """Generation of models with states: the tokens of the full forward, on one device, on every mesh, from the facade."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -15,13 +12,13 @@ from dew.inference.prefill import cache_shardings
 from dew.placement import DEFAULT_RULES, Layout, MeshSpec, build_mesh
 from dew.planning import estimate_bytes
 from dew.tree import named_leaves
+from tests.nn.decoder_laws import STRICT
 from tests.nn.test_gated_delta_net import LAYERS as DELTA_LAYERS
 from tests.nn.test_latent_attention import DENSE as LATENT
-from tests.nn.test_mamba2 import MODELS, STRICT, model
+from tests.nn.test_mamba2 import MODELS, decoder
 from tests.tiny import tiny_batch, tiny_decoder
 
 DELTA = DELTA_LAYERS[0]
-CONTEXT = 64
 LENGTHS = (5, 17, 1, 30)
 COUNT = 12
 MESHES = {
@@ -32,45 +29,19 @@ MESHES = {
 
 def prompts():
     generator = np.random.default_rng(0)
-    return [generator.integers(1, 64, length).tolist() for length in LENGTHS]
+    return tuple(tuple(generator.integers(1, 64, length).tolist()) for length in LENGTHS)
 
 
-@functools.cache
-def slow_greedy(name):
-    """Greedy tokens from whole rows, run again for every token, without a cache and without padding on the left."""
-    module, variables, _ = model(name)
-    run = jax.jit(module.apply)
-    rows = np.zeros((len(LENGTHS), CONTEXT), np.int32)
-    for row, prompt in zip(rows, prompts(), strict=True):
-        row[: len(prompt)] = prompt
-    for step in range(COUNT):
-        logits = np.asarray(run(variables, rows))
-        for row, length in enumerate(LENGTHS):
-            rows[row, length + step] = np.argmax(logits[row, length + step - 1])
-    return tuple(tuple(rows[row, length : length + COUNT].tolist()) for row, length in enumerate(LENGTHS))
-
-
-@pytest.mark.parametrize("name", ["mamba", "hybrid"])
-def test_greedy_is_the_full_forward_repeated(name):
-    module, variables, _ = model(name)
-    got = generate(module, variables, prompts(), max_new_tokens=COUNT)
-    assert got.tokens == slow_greedy(name)
-    assert max(len(set(row)) for row in got.tokens) > 3, "the law says little about a model that repeats itself"
-
-
-@pytest.mark.parametrize("name, mesh", [("mamba", "tensor=4"), *(("hybrid", mesh) for mesh in MESHES)])
-def test_every_mesh_gives_the_tokens_of_one_device(name, mesh):
-    module, variables, _ = model(name)
-    devices = build_mesh(MESHES[mesh])
-    shardings = STRICT.shardings(devices, jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    got = generate(
-        module, jax.device_put(variables, shardings), prompts(), max_new_tokens=COUNT, mesh=devices, layout=STRICT
-    )
-    assert got.tokens == slow_greedy(name)
+@pytest.mark.parametrize(
+    "name, mesh",
+    [("mamba", None), ("hybrid", None), ("mamba", "tensor=4"), *(("hybrid", mesh) for mesh in MESHES)],
+)
+def test_greedy_on_every_mesh_is_the_full_forward_repeated(name, mesh):
+    decoder(name).assert_greedy_is_the_full_forward_repeated(prompts(), COUNT, mesh and MESHES[mesh])
 
 
 def test_the_state_is_split_by_rows_and_heads_and_counted():
-    module, _, _ = model("hybrid")
+    module = decoder("hybrid").module
     mesh = build_mesh(MeshSpec(fsdp=2, tensor=2))
     shardings = cache_shardings(module, mesh, DEFAULT_RULES, 8, 128)
     scans, keys = shardings.banks

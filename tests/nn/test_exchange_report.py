@@ -6,6 +6,7 @@ import pytest
 
 from dew.nn.block import LayerSpec
 from dew.nn.exchange_report import check_row_length, exchange_report
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.norm import NormSpec
 from dew.placement.layout import LayoutRefused
@@ -13,6 +14,7 @@ from dew.planning import estimate_bytes, plan_text, planned_mesh
 from tests.tiny import tiny_decoder, tiny_layer
 
 SCAN = Mamba2Spec(num_heads=4, head_dim=8, num_groups=1, state_size=6)
+DELTA = GatedDeltaNetSpec(num_heads=4, head_dim=8, num_keys=2, key_dim=6)
 LAYERS = (tiny_layer(), tiny_layer(window=8), tiny_layer(), tiny_layer(chunk=24))
 
 
@@ -65,7 +67,19 @@ def test_lengths_are_those_that_every_layer_takes():
             check_row_length(module, mesh, length)
     with pytest.raises(LayoutRefused, match=r"No row within the context of 64 fits sequence=32\."):
         check_row_length(module, planned_mesh({"sequence": 32}), 64)
-    lines = exchange_report(module, mesh=mesh, num_tokens=32, rows=1)
+
+
+def test_the_line_of_a_scan_counts_its_shifts():
+    layers = tuple(LayerSpec(mixer=mixer, mlp=None, norm=NormSpec(eps=1e-5)) for mixer in (SCAN, DELTA))
+    module = tiny_decoder(layers=layers)
+    scan, delta = exchange_report(module, mesh=planned_mesh({"sequence": 8}), num_tokens=32)
     # The halo is 3 tokens of 4 heads of 8 and 2 x 1 group of 6, and 4 shifts of 4 states of 8 x 6 and their decays.
     sent = 2 * (3 * (4 * 8 + 2 * 6) * 4 + 4 * 4 * (8 * 6 + 1) * 4)
-    assert lines[1].startswith(f"exchange of 1 layer of 32 tokens: 10 shifts, {sent:,} bytes a device")
+    assert scan.startswith(f"exchange of 1 layer of 32 tokens: 10 shifts, {sent:,} bytes a device")
+    # 3 tokens of 4 heads of 8 and 2 x 2 keys of 6, and 4 shifts of 4 states of 8 x 6 and their transitions of 6 x 6.
+    sent = 2 * (3 * (4 * 8 + 4 * 6) * 4 + 4 * 4 * (8 * 6 + 6 * 6) * 4)
+    assert delta.startswith(f"exchange of 1 layer of 32 tokens: 10 shifts, {sent:,} bytes a device")
+    # One key a device; the groups of the scan go with its heads or stay whole.
+    on_both = exchange_report(module, mesh=planned_mesh({"sequence": 8, "tensor": 2}), num_tokens=32)
+    sent = 2 * (3 * (2 * 8 + 2 * 6) * 4 + 4 * 2 * (8 * 6 + 6 * 6) * 4)
+    assert on_both[1].startswith(f"exchange of 1 layer of 32 tokens: 10 shifts, {sent:,} bytes a device")
