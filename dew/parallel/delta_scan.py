@@ -77,16 +77,8 @@ def convolve_and_correct(
         streams: Projected values (`x`), the R heads of a key side by side, keys (`b`) and queries (`c`).
         gates: What each token does to the state.
         taps: Taps of the convolution of each stream, [..., W].
-        activation: Function of the convolved values.
-        starts: Tokens that begin a document.
-        before: The W - 1 tokens of each stream before the first; None means zeros.
-        state: The state before the first token; None means zero.
 
-    Returns:
-        The outputs and the last state, float32; no state where positions are split.
-
-    Raises:
-        LayoutRefused: As `dew.parallel.ssm_scan.convolve_and_scan` does.
+    Further arguments, results and errors are those of `dew.parallel.ssm_scan.convolve_and_scan`.
     """
     continues = before is not None or state is not None
     places = ScanPlaces(mesh, streams, taps.x.shape[-1], splits_length=not continues)
