@@ -45,13 +45,11 @@ class Decoder:
     def __init__(self, module, drawn, layout=STRICT, tolerance=1e-5):
         self.module, self.layout, self.tolerance = module, layout, tolerance
         variables = unboxed(jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-        generator = np.random.default_rng(1)
-
-        def moved(path, leaf):
-            noise = generator.standard_normal(leaf.shape).astype(np.float32)
-            return jnp.asarray(drawn([part.key for part in path], np.asarray(leaf), noise))
-
-        self.variables = jax.tree_util.tree_map_with_path(moved, variables)
+        keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(variables))))
+        self.variables = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: drawn([part.key for part in path], leaf, jax.random.normal(next(keys), leaf.shape)),
+            variables,
+        )
         self.apply = jax.jit(module.apply)
         self.greedy = functools.cache(self._greedy)
 
