@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.pretrained.checkpoints import FIXTURES
 from tests.processes import ROOT, results, run_pool
 
-SLACK = 40 * 2**20
+SLACK = 48 * 2**20
 """Bytes beside the arrays: threads, pieces under way, and the mapped pages of one tensor of a layer."""
 HELD = """
 import json, os, pathlib, sys
@@ -42,7 +42,9 @@ print("RESULT " + json.dumps([loading["peak_bytes"], sum(shards), max(shards), s
 def test_a_load_holds_what_is_placed_and_one_shard_and_a_save_holds_one_leaf(tmp_path):
     # Mapped pages count as resident: pages that are not given back when their leaf has landed would double the load,
     # as loading the whole before placing it would.
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(ROOT)}
+    flags = "--xla_force_host_platform_device_count=8"
+    # One thread a device: what the allocator keeps for each of many differs from run to run.
+    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "8", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HELD, str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -50,7 +52,7 @@ def test_a_load_holds_what_is_placed_and_one_shard_and_a_save_holds_one_leaf(tmp
     assert placed > 180 * 2**20
     assert largest_leaf == 64 * 2**20
     assert loading <= placed + largest_shard + SLACK < 1.5 * placed
-    assert saving <= largest_leaf + SLACK < 2 * largest_leaf
+    assert saving <= largest_leaf + SLACK < 2 * largest_leaf, saving
 
 
 READ = """
