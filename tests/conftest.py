@@ -3,12 +3,14 @@
 The variables are set before anything imports JAX.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import signal
 import sys
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -39,6 +41,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A run that was started in the background ignores Ctrl-C, and so would the tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from tests import shape_checks  # noqa: E402
@@ -46,11 +49,23 @@ from tests import shape_checks  # noqa: E402
 shape_checks.install()
 
 REFERENCE_LIBRARIES = ("torch", "transformers")
+MAPPINGS = pathlib.Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000
+"""Memory mappings of a process that keeps its compiled programs; Linux allows 65,530, and a program takes tens."""
 
 
 def missing_libraries() -> list[str]:
     """List the reference libraries that are not installed."""
     return [name for name in REFERENCE_LIBRARIES if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_programs() -> Iterator[None]:
+    """Drop compiled programs behind a module where there are many; the next ones read them from the disk."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
