@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.pretrained.checkpoints import FIXTURES
 from tests.processes import ROOT, results, run_pool
 
-SLACK = 48 * 2**20
+SLACK = 40 * 2**20
 """Bytes beside the arrays: threads, pieces under way, and the mapped pages of one tensor of a layer."""
 HELD = """
 import json, os, pathlib, sys
