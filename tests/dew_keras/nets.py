@@ -86,7 +86,7 @@ class StillFirst(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = self.rate if epoch else 0.0
 
 
-def assert_same_logs(got, want, *, still=0, rtol=1e-5):
+def assert_same_logs(got, want, *, still=0, rtol=1e-6):
     """Compare the logs of two runs.
 
     Args:
