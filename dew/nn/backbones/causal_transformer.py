@@ -144,14 +144,14 @@ class CausalTransformer(nn.Module):
             Logits [B, T, V] in float32; with a cache, the pair of logits and the next cache. Where the collection
             "losses" may change, what routers add to a mean loss is sown there, a mean over tokens that are no padding.
         """
-        if cache is None and self.trains_routers and self.is_mutable_collection("losses"):
+        if cache is not None:
+            hidden, cache = self.hidden_states(tokens, positions, segment_ids, cache, train)
+            return project(hidden, self._head(), self.head), cache
+        if self.trains_routers and self.is_mutable_collection("losses"):
             hidden = self._with_router_loss(tokens, positions, segment_ids, train)
         else:
-            hidden = self.hidden_states(tokens, positions, segment_ids, cache, train)
-        if cache is None:
-            return project(hidden, self._head(), self.head)
-        hidden, cache = hidden
-        return project(hidden, self._head(), self.head), cache
+            hidden = self.hidden_states(tokens, positions, segment_ids, None, train)
+        return project(hidden, self._head(), self.head)
 
     def hidden_states(
         self,
