@@ -3,8 +3,6 @@
 The variables are set before anything imports JAX.
 """
 
-import gc
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -12,22 +10,18 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from tools.compilation import bound_programs, simulation_flags
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests are mostly compilation, of programs that run for milliseconds: machine code as it comes, from the compiler's
-# older emitters, takes a third of the time. Partitioning, fusion and buffers are decided before and stay as they are.
-QUICK_COMPILATION = ["--xla_backend_optimization_level=0"]
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-    QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")  # Newer releases stop at flags they do not know.
 # Eight simulated devices wait for each other at every collective; XLA ends the process where one is 40 seconds late.
 # On a machine with other work that is no deadlock; a real one still ends, in five minutes.
 PATIENT_COLLECTIVES = ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
 os.environ["XLA_FLAGS"] = " ".join(
     [
         *(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag),
-        "--xla_force_host_platform_device_count=8",
-        *QUICK_COMPILATION,
+        *simulation_flags(8),
         *PATIENT_COLLECTIVES,
     ]
 )
@@ -41,7 +35,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A run that was started in the background ignores Ctrl-C, and so would the tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from tests import shape_checks  # noqa: E402
@@ -49,9 +42,6 @@ from tests import shape_checks  # noqa: E402
 shape_checks.install()
 
 REFERENCE_LIBRARIES = ("torch", "transformers")
-MAPPINGS = pathlib.Path("/proc/self/maps")
-MOST_MAPPINGS = 20_000
-"""Memory mappings of a process that keeps its compiled programs; Linux allows 65,530, and a program takes tens."""
 
 
 def missing_libraries() -> list[str]:
@@ -63,9 +53,7 @@ def missing_libraries() -> list[str]:
 def bounded_programs() -> Iterator[None]:
     """Drop compiled programs behind a module where there are many; the next ones read them from the disk."""
     yield
-    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
-        jax.clear_caches()
-        gc.collect()
+    bound_programs()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
 """The law of meshes as a table: training on every factorisation of 8 devices is training on one device.
 
-Run `python -m tools.mesh_law` for all of `tools/mesh_cases.py`, `--axis stage` for the meshes with stages, `--part 1/4`
-for a quarter, `--cover` for what the tests run. Compared in float32, leaf by leaf: loss, metrics, gradients and weights
-of three updates, on rows with odd documents, padding, unequal masks, slices and microbatches that score nothing.
+Run `python -m tools.mesh_law` for all of `tools/mesh_cases.py`, `--axis stage` for the meshes with stages, `--without
+stage` for the others, `--part 1/4` for a quarter, `--cover` for what the tests run. Compared in float32, leaf by leaf:
+loss, metrics, gradients and weights of three updates, on rows with odd documents, padding, unequal masks, slices and
+microbatches that score nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from dew.simulated_devices import give_threads
 from dew.training.placing import plain
 from dew.training.trainer import Trainer
 from dew.tree import map_named, named_leaves
+from tools.compilation import bound_programs, simulation_flags
 from tools.mesh_cases import DEVICES, Case, Features, Way, cover, kept_whole, parse_factors, refused, whole_table
 
 ROWS, LENGTH, VOCAB, EXPERTS = 16, 32, 64, 8
@@ -346,6 +348,7 @@ def report(case: Case) -> tuple[str, float]:
     print(f"{state:7} {case!s:100} {error:.1e} {name} ({verdict.seconds:.1f} s)", flush=True)
     for path in verdict.unsplit:
         print(f"        whole: {path}", flush=True)
+    bound_programs()
     return state, error
 
 
@@ -358,6 +361,7 @@ def selected(options: argparse.Namespace) -> list[Case]:
     cases = list(cover() if options.cover else whole_table())
     if options.axis:
         cases = [case for case in cases if any(getattr(case.factors, axis) > 1 for axis in options.axis)]
+    cases = [case for case in cases if all(getattr(case.factors, axis) == 1 for axis in options.without)]
     if options.mesh:
         factors = parse_factors(options.mesh)
         cases = [case for case in cases if case.factors == factors]
@@ -380,8 +384,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", default="1/1", help="which part of how many, as in 2/4")
     parser.add_argument("--mesh", help="one factorisation only, as in fsdp=4,sequence=2")
     parser.add_argument("--axis", action="append", choices=AXES, help="meshes that split this axis, or this one, ...")
+    parser.add_argument("--without", action="append", default=[], choices=AXES, help="none that splits this axis")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
+    os.environ.setdefault("XLA_FLAGS", " ".join(simulation_flags(DEVICES)))
     give_threads()
     try:
         cases = selected(options)

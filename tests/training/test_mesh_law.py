@@ -205,6 +205,7 @@ def test_the_axes_of_a_mesh_may_be_written_in_any_order():
         (["--mesh", "fsdp=8", "--axis", "stage"], "no case is left of what was asked for"),
         (["--part", "3/2"], "a part is written as in 2/4"),
         (["--mesh", "stage=8", "--cover", "--part", "1/999"], "no case is left"),
+        (["--mesh", "fsdp=8", "--without", "fsdp"], "no case is left"),
         (["--axis", "pipeline"], "invalid choice"),
     ],
 )
@@ -227,7 +228,7 @@ def test_the_tool_runs_what_is_selected_and_its_exit_status_says_whether_all_hol
     assert law.main(["--cover", "--mesh", "sequence=2,fsdp=4"]) == 0
     assert [case.factors for case in ran] == [table.Factors(fsdp=4, sequence=2)]
     assert "1 cases: 1 hold, 0 are refused as listed, 0 fail; the worst error is 3.0e-06" in capsys.readouterr().out
-    assert law.main(["--cover", "--mesh", "fsdp=8"]) == 1
+    assert law.main(["--cover", "--mesh", "fsdp=8", "--without", "stage"]) == 1
     assert "FAILS   fsdp=8" in capsys.readouterr().out
 
 
