@@ -142,7 +142,7 @@ def _local(x: Array, weights: Any, extra: Mapping[str, Array], *, spec: Any, bin
     if "is_token" in extra:
         reads = kept & extra["is_token"].reshape(-1, 1)
     experts = jnp.where(reads, choice.experts, spec.num_experts)
-    out = _summed(flat, experts, jnp.where(reads, choice.weights, 0), weights["experts"], spec, axes)
+    out = _summed(flat, experts, choice.weights, weights["experts"], spec, axes)
     routing = None
     if "counted" in extra:
         routing = _routing(choice, kept, extra, router.get("balance_bias"), bins, axes)
@@ -175,7 +175,7 @@ def _summed(x: Array, experts: Array, weights: Array, banks: Any, spec: Any, axe
     else:
         own = experts - jax.lax.axis_index(axes.expert) * per_device
         own = jnp.where((own >= 0) & (own < per_device), own, per_device)
-        out = jax.lax.psum(apply(x, own, jnp.where(own < per_device, weights, 0), banks), axes.expert)
+        out = jax.lax.psum(apply(x, own, weights, banks), axes.expert)
     return jax.lax.psum(out, axes.width) if axes.width else out
 
 

@@ -121,8 +121,7 @@ def _round(
     devices = jnp.arange(taken.shape[0])[:, None, None]
     local = experts.at[taken].get(mode="fill", fill_value=_NOWHERE) - devices * per_device
     local = jnp.where((local >= 0) & (local < per_device), local, per_device)
-    sent_weights = jnp.where(local < per_device, _sent(weights, taken, offset), 0)
-    sent = (_sent(x, taken, offset), local, sent_weights)
+    sent = (_sent(x, taken, offset), local, _sent(weights, taken, offset))
     tokens, numbers, factors = (_swapped(each, axis).reshape(-1, each.shape[-1]) for each in sent)
     summed = apply(tokens, numbers, factors, banks)
     back = _swapped(summed.reshape(*taken.shape, -1).astype(x.dtype), axis)
