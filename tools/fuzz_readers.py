@@ -8,6 +8,7 @@ import argparse
 import copy
 import faulthandler
 import json
+import math
 import random
 import resource
 import shutil
@@ -27,7 +28,9 @@ from dew.data.chat import ChatTemplate
 from dew.data.text import Tokenizer
 from dew.data.tokenizers.sentencepiece import parse_model, sentencepiece_backend
 from dew.pretrained import describe, load_pretrained
+from dew.pretrained.fused_experts import split_experts
 from dew.pretrained.gguf import GgufFile, GgufSource
+from dew.pretrained.mxfp4 import unpacked
 from dew.pretrained.safetensors import SafetensorsFile
 from dew.pretrained.torch_pickle import TorchFile
 
@@ -155,6 +158,14 @@ def read_safetensors(path: Path) -> None:
     read_all(SafetensorsFile(path))
 
 
+def read_fused(path: Path) -> None:
+    read_all(split_experts(SafetensorsFile(path), path))
+
+
+def read_packed(path: Path) -> None:
+    read_all(unpacked(SafetensorsFile(path), path))
+
+
 def read_gguf(path: Path) -> None:
     file = GgufFile(path)
     read_all(GgufSource(file, str, lambda name, rows: None))
@@ -193,6 +204,18 @@ def read_template(path: Path) -> None:
     template = ChatTemplate(source=source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     template.render(chat, add_generation_prompt=True, tools=[{"name": "count"}])
     template.assistant_spans(chat)
+
+
+def fused_seed() -> bytes:
+    """A small file with the experts of a layer in one tensor, and another tensor."""
+    shapes = {"x.experts.gate_up_proj": [4, 6, 2], "x.experts.down_proj": [4, 2, 3], "x.norm.weight": [2]}
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(offset)
 
 
 def gguf_seed() -> bytes:
@@ -246,6 +269,8 @@ def targets() -> dict[str, tuple[Callable[[Path], None], Callable[[bytes, random
 
     return {
         "safetensors": (read_safetensors, mutated, of("pickled/same/model.safetensors")),
+        "fused": (read_fused, mutated, [fused_seed()]),
+        "packed": (read_packed, mutated, of("gpt_oss_mxfp4/model.safetensors")),
         "gguf": (read_gguf, mutated, [gguf_seed()]),
         "pickle": (read_pickle, mutated, of("pickled/odd.bin", "pickled/module.bin")),
         "pieces": (

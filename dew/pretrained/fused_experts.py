@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dew.pretrained.recipe import MAX_EXPERTS
 from dew.pretrained.source import CheckpointError, TensorInfo, TensorSource
 
 _FUSED = re.compile(r"(?P<block>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
@@ -45,10 +46,11 @@ def split_experts(source: TensorSource, where: object) -> TensorSource:
     for tensor, found in fused.items():
         shape, dtype = source.info(tensor)
         projections = _PARTS[found["kind"]]
-        if len(shape) != 3 or shape[1] % len(projections):
+        # Sizes of 0 take no bytes of the file, so that the others may say anything.
+        if len(shape) != 3 or 0 in shape or shape[1] % len(projections) or shape[0] > MAX_EXPERTS:
             raise CheckpointError(
-                f"{where}: {tensor!r} must hold {' and '.join(projections)} of all experts, [experts, out, in]. "
-                f"Received: shape {shape}"
+                f"{where}: {tensor!r} must hold {' and '.join(projections)} of all experts, [experts, out, in], of at "
+                f"most {MAX_EXPERTS} experts. Received: shape {shape}"
             )
         rows = shape[1] // len(projections)
         for expert in range(shape[0]):

@@ -32,7 +32,7 @@ from dew.pretrained.hub import CONFIG_FILES, locate
 from dew.pretrained.mxfp4 import is_mxfp4
 from dew.pretrained.place import ProgressCallback, place
 from dew.pretrained.progress import showing
-from dew.pretrained.recipe import Recipe, check_coverage, recipes
+from dew.pretrained.recipe import MAX_EXPERTS_OF_MODEL, Recipe, check_coverage, recipes
 from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
 from dew.pretrained.source import CheckpointError, TensorSource, contained, read_json
 from dew.pretrained.torch_pickle import open_pickled
@@ -209,6 +209,9 @@ def describe(
         bank_layers=bank_layers,
         remat=remat,
     )
+    num_experts = sum(spec.num_experts for spec in module.expert_layers)
+    if num_experts > MAX_EXPERTS_OF_MODEL:
+        raise CheckpointError(f"{source}: {num_experts} experts in all; at most {MAX_EXPERTS_OF_MODEL} are read.")
     return PretrainedConfig(
         module=module,
         config=config,
@@ -424,13 +427,16 @@ def _stored_dtype(config: dict[str, Any], path: Path) -> str:
 
 def _tied_head(source: TensorSource, todo: tuple[Recipe, ...], family: Family, where: str) -> tuple[str, ...]:
     """Name the head that is stored beside the table it is tied to, checked to be the same: it is then left out."""
-    table = next(recipe.sources[0] for recipe in todo if recipe.path == "params/embed_tokens/embedding")
+    table_recipe = next(recipe for recipe in todo if recipe.path == "params/embed_tokens/embedding")
+    table = table_recipe.sources[0]
     head = next(weight.tensor for weight in family.weights if weight.path == "params/lm_head/embedding")
     names = set(source.names())
     if head not in names:
         return ()
-    shape, step = source.info(head).shape, 4096
-    same = table in names and source.info(table) == source.info(head) and len(shape) == 2
+    shape, step = table_recipe.tensor_shape, 4096
+    if table not in names or source.info(table).shape != shape:
+        return (head,)  # the table itself does not fit
+    same = source.info(table) == source.info(head)
     for start in range(0, shape[0] if same else 0, step):
         index = (slice(start, min(start + step, shape[0])), slice(0, shape[1]))
         same = same and np.array_equal(source.read(table, index), source.read(head, index))

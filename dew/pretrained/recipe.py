@@ -19,6 +19,8 @@ from dew.tree import closest, matches
 
 ONE = "1"
 """A dimension of a tensor that has one element and that the leaf lacks."""
+MAX_EXPERTS, MAX_EXPERTS_OF_MODEL = 4096, 2**17
+"""More experts than any layer and any model has; each has names of its own before any tensor is looked at."""
 
 
 @dataclasses.dataclass(frozen=True)

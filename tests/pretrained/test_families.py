@@ -55,6 +55,23 @@ def test_an_unknown_family_is_refused_with_the_list_and_the_nearest(copied):
 
 
 @pytest.mark.parametrize(
+    "name, field",
+    [
+        *(("mixtral", "num_local_experts"), ("qwen2_moe", "num_experts"), ("qwen3_moe", "num_local_experts")),
+        *(("granitemoe", "num_local_experts"), ("granitemoehybrid_experts", "num_local_experts")),
+        *(("gpt_oss", "num_local_experts"), ("deepseek_v2", "n_routed_experts"), ("deepseek_v3", "n_routed_experts")),
+        *(("qwen3_next", "num_experts"), ("qwen3_5_moe_text", "num_experts")),
+    ],
+)
+def test_more_experts_than_a_layer_has_are_refused_before_any_is_named(copied, refused, name, field):
+    refused(copied(name, **{field: 2**30}), f"{field}={2**30}; at most 4096 experts are read")
+
+
+def test_more_experts_than_a_model_has_are_refused_before_any_is_named(copied, refused):
+    refused(copied("mixtral", num_local_experts=4096, num_hidden_layers=33), "135168 experts in all; at most 131072")
+
+
+@pytest.mark.parametrize(
     "fields, text",
     [
         ({"logit_softcap": 30.0}, r"not supported: logit_softcap=30\.0\. If one changes nothing, remove it"),

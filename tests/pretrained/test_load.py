@@ -85,6 +85,17 @@ def test_a_tied_head_that_repeats_the_table_is_read(copied, tensors, reference):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(directory).variables, want)
 
 
+def test_a_tied_head_beside_a_table_of_another_shape(copied, refused):
+    directory = copied()
+    header, data = read_header(directory / "model.safetensors")
+    begin, end = header.pop("model.embed_tokens.weight")["data_offsets"]
+    header["unread"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # no bytes, and 2**60 rows to compare
+        header[name] = {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(header, data))
+    refused(directory, r"model\.embed_tokens\.weight has shape \(1152921504606846976, 0\), the config asks for")
+
+
 def test_a_tied_head_has_the_name_of_its_family(copied, tensors, refused):
     directory = copied("gpt_neox", tie_word_embeddings=True)
     refused(directory, r"ties the head to gpt_neox\.embed_in\.weight, but the file holds another embed_out\.weight")

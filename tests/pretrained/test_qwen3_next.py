@@ -16,7 +16,7 @@ from dew.parallel import delta_scan
 from dew.pretrained import CheckpointError, describe, load_pretrained
 from dew.pretrained.families import FAMILIES
 from dew.pretrained.families.fields import Fields
-from tests.pretrained.checkpoints import DELTA, FIXTURES
+from tests.pretrained.checkpoints import DELTA, FIXTURES, read_header, safetensors_bytes
 
 ABSENT = dict.fromkeys(("layer_types", "rope_parameters", "dtype"), "absent")
 # What the published config.json of Qwen3-Next-80B-A3B says beside its sizes.
@@ -125,6 +125,15 @@ def test_experts_of_a_layer_in_one_tensor_are_read(copied, tensors, name):
     save_file(stored | {f"{block}.gate_up_proj": np.zeros((4, 7, 32), "float32")}, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match="must hold gate_proj and up_proj of all experts"):
         load_pretrained(directory)
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2, 0], [2**40, 0, 2], [0, 2, 2], [2**40, 0]])
+def test_experts_that_take_no_bytes_are_refused_whatever_their_number(copied, refused, shape):
+    directory = copied("qwen3_next")
+    header, data = read_header(directory / "model.safetensors")
+    header["model.layers.0.mlp.experts.gate_up_proj"] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    (directory / "model.safetensors").write_bytes(safetensors_bytes(header, data))
+    refused(directory, r"at most 4096 experts\. Received: shape \(")
 
 
 def undecayed(v, k, q, log_decay, beta, **options):

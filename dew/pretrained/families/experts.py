@@ -13,7 +13,7 @@ from dew.nn.router import RouterSpec, RouterTraining
 from dew.pretrained.families.decoder import ACTIVATIONS
 from dew.pretrained.families.family import uniform
 from dew.pretrained.families.fields import Fields
-from dew.pretrained.recipe import Weight
+from dew.pretrained.recipe import MAX_EXPERTS, Weight
 from dew.pretrained.source import CheckpointError
 
 
@@ -39,12 +39,15 @@ def experts_of(
         **options: Further fields of the spec.
 
     Raises:
-        CheckpointError: If the router cannot choose among so many.
+        CheckpointError: If the router cannot choose among so many, or they are more than any model has.
     """
+    num_experts = fields.count(count) if default_count is None else fields.count(count, default_count)
+    if num_experts > MAX_EXPERTS:
+        raise CheckpointError(f"{fields.where}: {count}={num_experts}; at most {MAX_EXPERTS} experts are read.")
     activation = fields.choice("hidden_act", ACTIVATIONS, default_activation)
     try:
         return ExpertsSpec(
-            num_experts=fields.count(count) if default_count is None else fields.count(count, default_count),
+            num_experts=num_experts,
             features=fields.count(width),
             activation=activation,
             router=router,
