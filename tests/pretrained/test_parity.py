@@ -81,7 +81,8 @@ MESHED = (
     + [("mixtral", {"expert": 2, "fsdp": 2, "tensor": 2}), ("qwen2_moe", {"expert": 2, "fsdp": 2, "sequence": 2})]
     + [("gpt_oss", {"expert": 2, "fsdp": 2, "sequence": 2})]
     + [("deepseek_v2", {"expert": 2, "fsdp": 2, "tensor": 2}), ("deepseek_v3", {"sequence": 4, "tensor": 2})]
-    + [("qwen3_next", {"expert": 2, "sequence": 2, "tensor": 2})]
+    + [("qwen3_next", {"expert": 2, "sequence": 2, "tensor": 2}), ("qwen3_5_text", {"sequence": 2, "tensor": 2})]
+    + [("qwen3_5_moe_text", {"expert": 2, "fsdp": 2, "sequence": 2})]
 )
 
 
