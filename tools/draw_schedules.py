@@ -56,7 +56,7 @@ def svg(table: Timetable, title: str) -> str:
         for stage in range(table.num_stages)
     ]
     bottom = TOP + HEIGHT * table.num_stages
-    kept = int(np.max(table.kept_inputs))
+    kept = most_kept(table)
     legend = (
         f'<text x="{LEFT}" y="{bottom + 20}">numbers: microbatches; blue forward, orange backward; idle '
         f"{table.bubble():.0%}; at most {kept} microbatches kept by a stage</text>"
@@ -67,6 +67,17 @@ def svg(table: Timetable, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{x + 8}" height="{bottom + 30}" {style}>\n'
         f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
     )
+
+
+def most_kept(table: Timetable) -> int:
+    """Count the microbatches that a stage has run forward and not yet backward, at most.
+
+    Args:
+        table: The timetable.
+    """
+    started, finished = (np.cumsum(entries != IDLE, axis=0) for entries in (table.forward, table.backward))
+    # The backward pass of a tick reads its input before giving it up.
+    return int((started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])).max())
 
 
 def _cell(x: int, stage: int, width: int, microbatch: int, colour: str) -> str:

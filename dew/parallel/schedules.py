@@ -51,15 +51,6 @@ class Timetable:
         return int((self.backward != IDLE).any(axis=1).sum())
 
     @property
-    def kept_inputs(self) -> np.ndarray:
-        """Most inputs that each stage keeps at a time for its backward passes, int [stages]."""
-        started = np.cumsum(self.forward != IDLE, axis=0)
-        finished = np.cumsum(self.backward != IDLE, axis=0)
-        # The backward pass of a tick reads its input before giving it up.
-        held = started - np.concatenate([np.zeros_like(finished[:1]), finished[:-1]])
-        return held.max(axis=0)
-
-    @property
     def slots(self) -> int:
         """Places for kept inputs on a stage: that of tick t is t modulo their number."""
         return int((self._ticks(self.backward) - self._ticks(self.forward)).max()) + 1
@@ -122,8 +113,8 @@ def one_f_one_b_timetable(num_stages: int, num_microbatches: int) -> Timetable:
     """Run each microbatch backward as soon as the last stage has scored it, in lockstep.
 
     Stage s runs microbatch t - s forward and t - 2 (S - 1) + s backward at tick t. No stage runs backward in the first
-    S - 1 ticks and none forward in the last, so the idle share is GPipe's, (S - 1) / (M + S - 1). Stage s keeps at most
-    2 (S - s) - 1 inputs, whatever M is. Each of n devices computes (4 F (M + S - 1) / M + 3 H) / n, F and H as in
+    S - 1 ticks and none forward in the last, so the idle share is GPipe's, (S - 1) / (M + S - 1). Every stage has
+    places for 2 S - 1 inputs, whatever M is. Each of n devices computes (4 F (M + S - 1) / M + 3 H) / n, F and H as in
     `gpipe_timetable`: a stage runs forward once more before it runs backward.
 
     Args:

@@ -1,5 +1,7 @@
 """1F1B follows its timetable: any in which microbatches move a stage a tick gives the gradients of the model."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,18 @@ def on_one_device(outer, weights, given):
     return score(outer, x, given)[0] + 0.3 * seen
 
 
+def on_stages(stages):
+    return jax.set_mesh(build_mesh(MeshSpec(stage=stages, fsdp=8 // stages)))
+
+
+def in_schedule(timetable, microbatches, given):
+    """The loss and its gradients on the mesh in context."""
+    pipeline = Pipeline(jax.sharding.get_abstract_mesh(), microbatches)
+    table = timetable(pipeline.stages, microbatches)
+    total = lambda outer, weights: scheduled_loss(pipeline, MODEL, table, outer, weights, given)[0]  # noqa: E731
+    return jax.value_and_grad(total, (0, 1))
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("timetable", [one_f_one_b_timetable, paused_timetable])
 def test_gradients_are_those_of_one_device_whatever_the_timetable(timetable, stages):
@@ -68,13 +82,24 @@ def test_gradients_are_those_of_one_device_whatever_the_timetable(timetable, sta
     }
     expected = jax.value_and_grad(on_one_device, (0, 1))(outer, weights, given)
 
-    mesh = build_mesh(MeshSpec(stage=stages, fsdp=8 // stages))
-    with jax.set_mesh(mesh):
-        pipeline = Pipeline(jax.sharding.get_abstract_mesh(), 8)
-        table = timetable(stages, pipeline.microbatches)
-
-        def total(outer, weights):
-            return scheduled_loss(pipeline, MODEL, table, outer, weights, given)[0]
-
-        found = jax.jit(jax.value_and_grad(total, (0, 1)))(outer, weights)
+    with on_stages(stages):
+        found = jax.jit(in_schedule(timetable, 8, given))(outer, weights)
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_compiled_step_carries_two_inputs_less_one_for_each_stage_whatever_the_microbatches(stages):
+    outer = {"table": jnp.zeros((VOCAB, WIDTH)), "head": jnp.zeros((WIDTH, 3))}
+    weights = {"kernel": jnp.zeros((stages, WIDTH, WIDTH))}
+    rows, carried = 2, {}
+    for microbatches in (4, 16):
+        shape = (rows * microbatches * 8 // stages, LENGTH)
+        given = {"tokens": jnp.zeros(shape, jnp.int32), "weights": jnp.ones(shape)}
+        with on_stages(stages):
+            text = jax.jit(in_schedule(one_f_one_b_timetable, microbatches, given)).lower(outer, weights).compile()
+        loops = [line.split(" while(")[0] for line in text.as_text().splitlines() if " while(" in line]
+        carried[microbatches] = {shape for loop in loops for shape in re.findall(r"f32\[[\d,]*\]", loop)}
+    assert carried[4] == carried[16]
+    activations = {shape for shape in carried[16] if shape.endswith(f",{LENGTH},{WIDTH}]")}
+    of_stage = f"1,{rows},{LENGTH},{WIDTH}]"  # of all stages, the device's own
+    assert activations == {f"f32[{rows},{LENGTH},{WIDTH}]", f"f32[{of_stage}", f"f32[{2 * stages - 1},{of_stage}"}

@@ -67,6 +67,12 @@ def test_more_experts_than_a_layer_has_are_refused_before_any_is_named(copied, r
     refused(copied(name, **{field: 2**30}), f"{field}={2**30}; at most 4096 experts are read")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_read_the_keys_and_values_of_others_are_refused_by_name(copied, name):
+    with pytest.raises(CheckpointError, match="not supported: num_kv_shared_layers=1"):
+        describe(copied(name, num_kv_shared_layers=1))
+
+
 def test_more_experts_than_a_model_has_are_refused_before_any_is_named(copied, refused):
     refused(copied("mixtral", num_local_experts=4096, num_hidden_layers=33), "135168 experts in all; at most 131072")
 
