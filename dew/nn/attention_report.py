@@ -106,7 +106,7 @@ def cache_report(module: Any, *, mesh: Any) -> list[str]:
 
 
 def _attention_kinds(module: Any) -> list[tuple[AttentionSpec, int]]:
-    forms = [attention_form(layer.mixer) for layer in module.layers]
+    forms = [attention_form(layer.mixer) for layer in module.training_layers]
     return list(collections.Counter(spec for spec in forms if spec is not None).items())
 
 

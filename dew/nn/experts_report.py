@@ -32,7 +32,7 @@ def experts_report(module: Any, *, mesh: Any, num_tokens: int | None = None, row
     length = module.max_length if num_tokens is None else num_tokens
     rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES) if rows is None else rows
     lines = []
-    for spec, count in collections.Counter(module.expert_layers).items():
+    for spec, count in collections.Counter((*module.expert_layers, *module.prediction_experts)).items():
         facts = [f"{spec.num_experts}, {spec.router.top_k} a token", *_split(module, spec, mesh, rows, length)]
         lines.append(f"experts of {count} layer{'s' if count > 1 else ''}: {'; '.join(facts)}")
     return lines

@@ -19,6 +19,7 @@ import numpy as np
 from dew.nn.router import Routing, router_loss
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
+from dew.objectives.prediction import PREDICTION_LOSS, Further, checked_weight, further_targets, score_further
 from dew.objectives.routing import CROSS_ENTROPY, EXPERT_LOAD, busiest, routing_metrics
 from dew.parallel.vocabulary import sharded_token_loss
 from dew.tree import closest
@@ -38,12 +39,19 @@ class LanguageModel:
         module: A module with `hidden_states`, `head_weight` and `vocab_size`, such as
             `CausalTransformer`; its `logit_scale` and `logit_softcap`, where it has them, apply to
             the logits.
+        mtp_weight: Weight of the tokens after the next one (multi-token prediction) in the loss of a module with
+            layers that predict them: their cross entropies, the mean over these layers, over the mass of the next
+            tokens. None takes 0.1; 0 computes none of them.
     """
 
     module: Any
+    mtp_weight: float | None = None
 
     trains_by_token_loss: ClassVar[bool] = True
     """Whether a module that scores inside the schedule of its pipeline is asked for `token_loss`."""
+
+    def __post_init__(self) -> None:
+        checked_weight(self.mtp_weight, self.module)
 
     def init(self, key: jax.Array) -> Mapping[str, Any]:
         """Make fresh variables.
@@ -65,7 +73,7 @@ class LanguageModel:
 
         Returns:
             `inputs`, `targets` int32 [B, T], `weights` float32 [B, T] and, where given,
-            `segment_ids` and `positions` int32 [B, T].
+            `segment_ids` and `positions` int32 [B, T]; what `further_targets` gives, where further tokens weigh.
 
         Raises:
             ValueError: If a field is unknown, has another shape than `tokens`, or a token is not
@@ -76,7 +84,7 @@ class LanguageModel:
         if "loss_mask" in batch:
             weights &= np.asarray(batch["loss_mask"]).astype(bool)
         prepared = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-        weights = weights[:, 1:]
+        weights, segments = weights[:, 1:], None
         if "segment_ids" in batch:
             segments = np.asarray(batch["segment_ids"], np.int32)
             # The first token of a document has no predecessor in it, and padding predicts nothing.
@@ -86,6 +94,8 @@ class LanguageModel:
         if "positions" in batch:
             prepared["positions"] = np.asarray(batch["positions"], np.int32)[:, :-1]
         prepared["weights"] = weights.astype(np.float32)
+        if self._mtp_weight:
+            prepared |= further_targets(tokens, weights, segments, self.module.prediction.depth)
         return {name: np.ascontiguousarray(value) for name, value in prepared.items()}
 
     def loss(
@@ -101,25 +111,38 @@ class LanguageModel:
 
         Returns:
             The cross entropy in nats per scored token, and the metric `token_accuracy`. A module with experts adds what
-            its `router_training` asks for, and the metrics of `dew.objectives.routing`.
+            its `router_training` asks for, and the metrics of `dew.objectives.routing`; layers that predict further
+            tokens add theirs by `mtp_weight`, and the metric `prediction_loss`.
         """
-        total, correct, mass, routing = self._scored(variables, batch, key, train)
+        total, correct, mass, routing, further = self._scored(variables, batch, key, train)
         metrics = {"token_accuracy": Ratio(correct, mass)}
+        if routing or further:
+            metrics[CROSS_ENTROPY] = Ratio(total - self._added(routing, further), mass)
         if routing:
-            asked = router_loss(routing, self.module.router_training)
-            metrics[CROSS_ENTROPY] = Ratio(total - asked, mass)
-            metrics |= routing_metrics(routing, self.module.expert_layers)
+            experts = self.module.expert_layers
+            metrics |= routing_metrics(routing, (*experts, *self.module.prediction_experts) if further else experts)
+        if further:
+            metrics[PREDICTION_LOSS] = further.loss
         return LossOutput(Ratio(total, mass), metrics)
+
+    def _added(self, routing: tuple[Routing, ...], further: Further | None) -> Any:
+        """Sum what routers and layers that predict further tokens add to the total of the next tokens."""
+        asked = router_loss(routing, self.module.router_training) if routing else 0.0
+        return asked + self._mtp_weight * further.mean if further else asked
+
+    @property
+    def _mtp_weight(self) -> float:
+        return checked_weight(self.mtp_weight, self.module)
 
     def _scored(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], key: jax.Array, train: bool
-    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...]]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...], Further | None]:
         """Sum the losses, the tokens that are predicted and the weights; ask routers where there are any."""
         documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
         if train and getattr(self.module, "scores_in_schedule", False):
             scored = (batch["inputs"], batch["targets"], batch["weights"])
             added = functools.partial(router_loss, training=self.module.router_training)
-            return self.module.apply(variables, *scored, **documents, router_loss=added, method="token_loss")
+            return *self.module.apply(variables, *scored, **documents, router_loss=added, method="token_loss"), None
         if getattr(self.module, "expert_layers", ()):
             counted = (batch["inputs"], batch["weights"])
             hidden, routing = self.module.apply(variables, *counted, **documents, method="routed_hidden_states")
@@ -127,12 +150,20 @@ class LanguageModel:
             rngs = {"dropout": key} if train else None
             given = {**documents, "train": train, "rngs": rngs}
             hidden, routing = self.module.apply(variables, batch["inputs"], **given, method="hidden_states"), ()
-        head = self.module.head_weight(variables)
-        mesh = jax.sharding.get_abstract_mesh()
+        total, correct, mass = self._token_loss(variables, hidden, batch["targets"], batch["weights"])
+        further = None
+        if self._mtp_weight:
+            further = score_further(
+                self.module, variables, hidden, batch, functools.partial(self._token_loss, variables)
+            )
+            routing = (*routing, *further.routing)
+        return total + self._added(routing, further), correct, mass, routing, further
+
+    def _token_loss(self, variables: Mapping[str, Any], hidden: Any, targets: Any, weights: Any) -> tuple[Any, ...]:
+        """Sum the cross entropies of hidden states' tokens, those that are predicted, and the weights."""
+        head, mesh = self.module.head_weight(variables), jax.sharding.get_abstract_mesh()
         scale, softcap = getattr(self.module, "logit_scale", 1.0), getattr(self.module, "logit_softcap", None)
-        sums = sharded_token_loss(mesh, hidden, head, batch["targets"], batch["weights"], scale=scale, softcap=softcap)
-        total, *further = sums
-        return total + router_loss(routing, self.module.router_training) if routing else total, *further, routing
+        return sharded_token_loss(mesh, hidden, head, targets, weights, scale=scale, softcap=softcap)
 
     def report(self, statistics: Mapping[str, Ratio]) -> dict[str, float]:
         """Divide pooled statistics and add the perplexity of the pooled loss.

@@ -115,7 +115,8 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
     lookup multiplies nothing. Of a layer's experts each token reads top_k, whose three matrices count for it; a dense
     dispatch, which computes every expert for every token, would do num_experts / top_k times as many. Each query and
     key meet once forward and twice backward, and so do the pair's weight and value, hidden pairs included: 12 H a pair
-    and query head, 6 (H + the value's width) where latents are expanded.
+    and query head, 6 (H + the value's width) where latents are expanded. Layers that predict further tokens count like
+    the others, each with the head once more.
 
     Args:
         module: A `CausalTransformer`.
@@ -129,7 +130,7 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
     Raises:
         ValueError: If a layer mixes tokens by something else than attention.
     """
-    other = [layer.mixer for layer in module.layers if attention_form(layer.mixer) is None]
+    other = [layer.mixer for layer in module.training_layers if attention_form(layer.mixer) is None]
     if other:
         raise ValueError(
             "The formula counts attention alone. Count a compiled step instead, with program_flops, which reads the "
@@ -141,9 +142,12 @@ def decoder_step_flops(module: Any, variables: Any, *, rows: int, length: int) -
         for path, leaf in named_leaves(variables["params"]).items()
         if path.endswith(("kernel", "embedding")) and not path.startswith(tables)
     )
-    pairs = sum(_pair_products(spec) for spec in module.layers) * length
-    experts = [layer.mlp for layer in module.layers if isinstance(layer.mlp, ExpertsSpec)]
+    pairs = sum(_pair_products(spec) for spec in module.training_layers) * length
+    experts = [layer.mlp for layer in module.training_layers if isinstance(layer.mlp, ExpertsSpec)]
     weights += sum(3 * spec.router.top_k * module.features * spec.features for spec in experts)
+    if module.prediction is not None:
+        again = module.prediction.depth - 1 if module.prediction.is_shared else 0
+        weights += (module.prediction.depth * module.vocab_size + again * 2 * module.features) * module.features
     return 6 * rows * length * (weights + pairs)
 
 

@@ -26,7 +26,8 @@ def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
     Returns:
         The optimizer of the whole module.
     """
-    if not any(spec.router.balance_bias for spec in getattr(module, "expert_layers", ())):
+    experts = (*getattr(module, "expert_layers", ()), *getattr(module, "prediction_experts", ()))
+    if not any(spec.router.balance_bias for spec in experts):
         return optimizer
     rate, inner = module.router_training.bias_rate, optimizer
 

@@ -10,6 +10,7 @@ import pytest
 from dew.nn.latent_attention import LatentAttentionSpec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import NormSpec
+from dew.nn.prediction import PredictionSpec
 from dew.nn.rope import RotarySpec
 from dew.nn.router import RouterSpec
 from dew.objectives.language import LanguageModel
@@ -60,6 +61,18 @@ def test_it_is_the_formula_where_keys_and_values_are_expanded_from_latents():
     layers = llama_like(**SHAPE, kv_heads=8, remat=None).layers
     found, needed = step(None, layers=tuple(dataclasses.replace(layer, mixer=latents) for layer in layers))
     assert found.per_device == pytest.approx(needed, rel=0.02)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_layers_that_predict_further_tokens_are_in_the_formula_and_split_evenly(is_shared):
+    layer = llama_like(**SHAPE, kv_heads=8, remat=None).layers[0]
+    spec = PredictionSpec(layer=layer, depth=2, is_shared=is_shared)
+    found, needed = step(None, prediction=spec)
+    assert found.per_device == pytest.approx(needed, rel=0.02)
+    assert needed > 1.9 * step(None)[1]
+    if not is_shared:
+        split, _ = step(MeshSpec(fsdp=2, tensor=2, sequence=2), prediction=spec)
+        assert split.per_device == pytest.approx(found.per_device / 8, rel=0.05)
 
 
 def test_full_recomputation_runs_the_forward_of_the_blocks_again(alone):

@@ -18,6 +18,7 @@ from dew.arrays import Array
 from dew.nn.block import DecoderLayer, Surroundings
 from dew.nn.embed import Embedding
 from dew.nn.masks import causal_visibility
+from dew.nn.prediction import PredictionLayer
 from dew.nn.rope import rotary_tables
 
 
@@ -139,8 +140,9 @@ def _example_input(part: nn.Module) -> tuple[Any, ...]:
     if isinstance(part, Embedding):
         return (jnp.zeros((1, 1), jnp.int32),)
     x = jnp.zeros((1, 1, part.features), jnp.float32)
-    if not isinstance(part, DecoderLayer):
+    if not isinstance(part, DecoderLayer | PredictionLayer):
         return (x,)
-    mixer = part.spec.mixer
+    mixer = (part.spec if isinstance(part, DecoderLayer) else part.layer).mixer
     tables = rotary_tables(mixer.rotary, mixer.rotary_dim, jnp.zeros((1, 1), jnp.int32)) if mixer.rotary else None
-    return x, Surroundings(causal_visibility(1)), tables
+    read = (x,) if isinstance(part, DecoderLayer) else (x, x)
+    return *read, Surroundings(causal_visibility(1)), tables

@@ -6,7 +6,7 @@ own name, not on the banks.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,9 @@ from dew.kernels.quantized_product import Quantization, checked_quantization, qu
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
 from dew.nn.backbones.pipelined import PipelinedDecoder, table_bytes
+from dew.nn.backbones.prediction import further_hidden_states, prediction_parts
 from dew.nn.backbones.staging import (
+    check_prediction,
     checked_schedule,
     refuse_float16,
     refuse_unscheduled,
@@ -34,6 +36,7 @@ from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import Norm, NormSpec
+from dew.nn.prediction import PredictionSpec
 from dew.nn.remat import REMAT_POLICIES, checked_remat, checkpointed
 from dew.nn.router import RouterTraining, Routing, is_balance_bias, router_loss
 from dew.nn.sharding import constrain, gather_weights, unboxed
@@ -71,6 +74,8 @@ class CausalTransformer(nn.Module):
             routers and experts stay as they are.
         schedule: Order of the microbatches where the mesh has pipeline stages: "gpipe" or "1f1b".
         router_training: What trains the routers beside the loss of the tokens.
+        prediction: Layers that predict tokens after the next one, for training alone: logits and generation know
+            nothing of them. None has none.
     """
 
     vocab_size: int
@@ -91,6 +96,7 @@ class CausalTransformer(nn.Module):
     quantization: Quantization | None = None
     schedule: ScheduleName = "gpipe"
     router_training: RouterTraining = RouterTraining()
+    prediction: PredictionSpec | None = None
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
@@ -105,7 +111,8 @@ class CausalTransformer(nn.Module):
                 f"a context of {self.max_length} tokens needs as many learned positions. Received: "
                 f"positions={self.embedding.positions}"
             )
-        self.router_training.check([spec.router for spec in self.expert_layers])
+        check_prediction(self.prediction is not None, self.schedule)
+        self.router_training.check([spec.router for spec in (*self.expert_layers, *self.prediction_experts)])
         super().__post_init__()
 
     def setup(self) -> None:
@@ -203,6 +210,15 @@ class CausalTransformer(nn.Module):
         """
         return self._whole(tokens, positions, segment_ids, counted)
 
+    def further_hidden_states(
+        self,
+        hidden: Float[Array, "B T D"],
+        further: Sequence[Mapping[str, Any]],
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[tuple[Float[Array, "B T D"], ...], tuple[Routing, ...]]:
+        """Run the layers of `prediction`; see `dew.nn.backbones.prediction.further_hidden_states`."""
+        return further_hidden_states(self, hidden, further, positions)
+
     def _with_router_loss(self, tokens: Array, positions: Any, segment_ids: Any, train: bool) -> Float[Array, "B T D"]:
         """Compute the output of the last norm, and sow what the routers add to the loss."""
         counted = jnp.ones(tokens.shape) if segment_ids is None else jnp.asarray(segment_ids > 0, jnp.float32)
@@ -230,6 +246,18 @@ class CausalTransformer(nn.Module):
     def expert_layers(self) -> tuple[ExpertsSpec, ...]:
         """The experts of the layers that have them, first to last."""
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
+
+    @property
+    def training_layers(self) -> tuple[LayerSpec, ...]:
+        """The blocks that a training step runs: `layers`, and those that predict further tokens."""
+        further = self.prediction
+        return self.layers if further is None else self.layers + (further.layer,) * further.depth
+
+    @property
+    def prediction_experts(self) -> tuple[ExpertsSpec, ...]:
+        """The experts of the layers that predict further tokens, first to last."""
+        further = self.training_layers[len(self.layers) :]
+        return tuple(layer.mlp for layer in further if isinstance(layer.mlp, ExpertsSpec))
 
     @property
     def trains_routers(self) -> bool:
@@ -299,7 +327,7 @@ class CausalTransformer(nn.Module):
         return tuple(run for segment in self.loops() for run in segment.runs)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Name every part that is stored: the tables, a block per run, the norm, the untied head."""
+        """Name every part that is stored: tables, a block per run, norm, untied head, layers of `prediction`."""
         dtype = self.param_dtype
         parts: dict[str, nn.Module] = {"embed_tokens": Embedding(self.vocab_size, self.features, dtype, parent=None)}
         if self.embedding.positions is not None:
@@ -309,7 +337,7 @@ class CausalTransformer(nn.Module):
         parts["norm"] = Norm(self.features, self.norm, dtype, parent=None)
         if not self.tie_embeddings:
             parts["lm_head"] = Embedding(self.vocab_size, self.features, dtype, parent=None)
-        return parts
+        return parts | prediction_parts(self)
 
     def layer_of(self, run: tuple[int, ...]) -> DecoderLayer:
         kinds = self.attention_impl, self.sequence_impl
@@ -324,7 +352,7 @@ class CausalTransformer(nn.Module):
         """Give the stored weights of each run of a segment."""
         return [self.stored(bank_name(run)) for run in segment.runs]
 
-    def _ready(self, part: nn.Module, weights: Any) -> Any:
+    def ready(self, part: nn.Module, weights: Any) -> Any:
         """Cast weights to the compute dtype, but those that must stay wide, and gather them where they are used."""
 
         def cast(path: Any, weight: Array) -> Array:
@@ -337,7 +365,7 @@ class CausalTransformer(nn.Module):
     def _apply(self, name: str, *inputs: Any, outer: Any = None) -> Any:
         """Apply a part that is stored on its own, with given weights of such parts or the stored ones."""
         part, weights = self.parts()[name], self.stored(name) if outer is None else outer[name]
-        return part.apply({"params": self._ready(part, weights)}, *inputs)
+        return part.apply({"params": self.ready(part, weights)}, *inputs)
 
     def normed(self, x: Float[Array, "B T D"], outer: Any = None) -> Float[Array, "B T D"]:
         """Apply the last norm; its result is in the compute dtype whatever the residual stream is in."""
@@ -346,6 +374,10 @@ class CausalTransformer(nn.Module):
     def embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
         return self.positioned(self._apply("embed_tokens", tokens), positions)
+
+    def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Look tokens up, and scale their rows."""
+        return scaled_rows(self._apply("embed_tokens", tokens), self.embedding)
 
     def positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
         """Scale looked-up rows and add learned positions."""
@@ -358,7 +390,7 @@ class CausalTransformer(nn.Module):
 
     def _head(self) -> Float[Array, "V D"]:
         name = "embed_tokens" if self.tie_embeddings else "lm_head"
-        return self._ready(self.parts()[name], self.stored(name))["embedding"]
+        return self.ready(self.parts()[name], self.stored(name))["embedding"]
 
     def _block(self, run: tuple[int, ...], around: Surroundings, tables: dict) -> Any:
         """Build the function of a run's blocks: (x, stored weights, cache window) -> (x, cache window)."""
@@ -368,7 +400,7 @@ class CausalTransformer(nn.Module):
 
         def block(x, weights, cache=None):
             with quantized(self.quantization):
-                return layer.apply({"params": self._ready(layer, weights)}, x, around, rotary, cache)
+                return layer.apply({"params": self.ready(layer, weights)}, x, around, rotary, cache)
 
         return block
 

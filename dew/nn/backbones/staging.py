@@ -1,7 +1,7 @@
 """How a layer stack divides into pipeline stages, and in which order its microbatches may run.
 
-Entry points: `checked_schedule`, `refuse_unscheduled`, `staged_segment`. A stage owns whole turns of the
-one loop that runs the stack, so that every stage computes the same function of its own layers.
+Entry points: `checked_schedule`, `check_prediction`, `refuse_unscheduled`, `staged_segment`. A stage owns whole turns
+of the one loop that runs the stack, so that every stage computes the same function of its own layers.
 """
 
 import dataclasses
@@ -31,6 +31,23 @@ def checked_schedule(schedule: Any) -> ScheduleName:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be {' or '.join(map(repr, SCHEDULES))}. Received: schedule={schedule!r}")
     return schedule
+
+
+def check_prediction(is_asked: bool, schedule: ScheduleName) -> None:
+    """Refuse layers that predict further tokens under a schedule that scores before they could.
+
+    Args:
+        is_asked: Whether a model has such layers.
+        schedule: Its schedule.
+
+    Raises:
+        ValueError: If the schedule scores between the stages' passes.
+    """
+    if is_asked and SCHEDULES[schedule].scores_inside:
+        raise ValueError(
+            f"schedule={schedule!r} scores between the stages' passes, before layers that predict further tokens have "
+            "read their output. Use schedule='gpipe', or prediction=None."
+        )
 
 
 def refuse_unscheduled(module: Any, stages: int, scored_by: str | None) -> None:
