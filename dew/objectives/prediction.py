@@ -32,7 +32,7 @@ class Further:
     """
 
     loss: Ratio
-    mean: jax.Array
+    mean: Any
     routing: tuple[Routing, ...]
 
 
