@@ -3,6 +3,7 @@
 The variables are set before anything imports JAX.
 """
 
+import collections
 import importlib.util
 import os
 import pathlib
@@ -86,8 +87,20 @@ def smollm2_file() -> pathlib.Path:
         sys.path.remove(str(ROOT / "examples"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the live comparisons where a library they compare with is not installed."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which `make newest` asks for fewer cases of every test."""
+    parser.addoption("--ends", action="store_true", help="of each test, run its first case and its last one only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--ends` does, and skip live comparisons where a library they compare with is not installed."""
+    if config.getoption("--ends"):
+        cases = collections.defaultdict(list)
+        for item in items:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        kept = {id(item) for of_one in cases.values() for item in (of_one[0], of_one[-1])}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
     missing = missing_libraries()
     if not missing:
         return
