@@ -80,7 +80,8 @@ def save_pretrained(
         directory: Where to write. An earlier export there is replaced once the new one is complete.
         module: The model.
         variables: Its variables, on any mesh.
-        config: Config the model was loaded with; its inert fields are kept. None writes a new one.
+        config: Config the model was loaded with; its further fields are kept where they hold for this model, and left
+            out with a warning where they do not. None writes a new one.
         tokenizer: Written beside the weights.
         generation_config: Written beside the weights when it is not empty.
         dtype: Dtype to write; None takes the checkpoint's (the config's), without a config that of each leaf. Balance
@@ -91,7 +92,7 @@ def save_pretrained(
         The directory.
 
     Raises:
-        ValueError: If no config can express the model, or the variables are not the model's.
+        ValueError: If no config can express the model, or the variables or the tokenizer are not the model's.
         FileExistsError: If the directory holds other files.
         OSError: If it cannot be written; an earlier export stays.
     """
@@ -99,6 +100,11 @@ def save_pretrained(
     if not max_shard_bytes > 0:
         raise ValueError(f"max_shard_bytes must be positive. Received: max_shard_bytes={max_shard_bytes}")
     _check_replaceable(directory)
+    if tokenizer is not None and tokenizer.vocab_size > module.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {tokenizer.vocab_size} tokens, the model {module.vocab_size}: what is written would "
+            "not load. Give the tokenizer of this model, or None."
+        )
     family, written_config = export_config(module, config)
     _warn_of_training(family, module)
     stated = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
@@ -137,21 +143,51 @@ def export_config(module: CausalTransformer, config: Mapping[str, Any] | None) -
             continue
         try:
             fields = family.config_dict(module)
-            read_back = family.translate(Fields(fields, "the exported config"))
         except ValueError as error:
             reasons.append(f"{family.model_type}: {error}")
             continue
-        expressed = CausalTransformer(**read_back)
-        different = [name for name in _COMPUTED if getattr(module, name) != getattr(expressed, name)]
-        if different:
-            reasons.append(f"{family.model_type}: its config cannot express this model's {', '.join(different)}")
+        if misread := _misread(family, module, fields):
+            reasons.append(f"{family.model_type}: {misread}")
             continue
         kept = {name: value for name, value in (config or {}).items() if name not in _REWRITTEN}
         identity = {"model_type": family.model_type, "architectures": [family.architecture]}
-        return family, {**kept, **identity, **fields}
+        return family, _merged(family, module, kept, {**identity, **fields})
     if wanted is not None and wanted not in FAMILIES:
         reasons.append(f"model_type={wanted!r} is not one of {', '.join(FAMILIES)}")
     raise ValueError("This model cannot be written as a Hugging Face checkpoint. " + "; ".join(reasons))
+
+
+def _misread(family: Family, module: CausalTransformer, config: Mapping[str, Any]) -> str | None:
+    """Say why a config would not load as the model; None where it would."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a load says of these fields was said when they were loaded
+            read_back = family.translate(Fields(config, "the exported config"))
+    except ValueError as error:
+        return str(error)
+    expressed = CausalTransformer(**read_back)
+    different = [name for name in _COMPUTED if getattr(module, name) != getattr(expressed, name)]
+    return f"its config cannot express this model's {', '.join(different)}" if different else None
+
+
+def _merged(
+    family: Family, module: CausalTransformer, kept: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Put the fields of a model beside those that its config had, and leave out what no longer holds for it."""
+    merged = {**kept, **fields}
+    if _misread(family, module, merged) is None:
+        return merged
+    held: dict[str, Any] = {}
+    for name, value in kept.items():
+        if name in fields or _misread(family, module, {**held, name: value, **fields}) is None:
+            held[name] = value
+    left_out = ", ".join(f"{name}={str(kept[name])[:60]}" for name in kept if name not in held)
+    warnings.warn(
+        "The model is no longer what its config said; what does not hold for it is left out of config.json: "
+        f"{left_out}.",
+        stacklevel=4,
+    )
+    return {**held, **fields}
 
 
 def _warn_of_training(family: Family, module: CausalTransformer) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import tracemalloc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from dew.placement.mesh import MeshSpec, build_mesh
 from dew.pretrained import export as exporting
 from dew.pretrained import load_pretrained, save_pretrained
 from dew.pretrained.families import FAMILIES
+from dew.pretrained.families.decoder import with_attention
 from dew.pretrained.recipe import Weight
 from dew.pretrained.safetensors import open_safetensors
 from tests.pretrained.checkpoints import FIXTURES, NAMES, everything_in, read_header
@@ -191,6 +193,72 @@ def test_training_that_a_config_cannot_state_is_named_and_the_weights_are_writte
     assert len(said) == 1
     assert load_pretrained(tmp_path / "out").module == balanced
     same(tensors(tmp_path / "out"), tensors(FIXTURES / "mixtral"))
+
+
+def without_windows(module):
+    return module.clone(layers=tuple(with_attention(layer, window=None) for layer in module.layers))
+
+
+def with_experts(top_k=None, **changed):
+    def edit(module):
+        def other(layer):
+            if not isinstance(layer.mlp, ExpertsSpec):
+                return layer
+            router = dataclasses.replace(layer.mlp.router, top_k=top_k or layer.mlp.router.top_k)
+            return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router, **changed))
+
+        return module.clone(layers=tuple(map(other, module.layers)))
+
+    return edit
+
+
+def stretched(module):
+    def other(layer):
+        rotary = layer.attention.rotary
+        scaling = dataclasses.replace(rotary.scaling, original_max_length=2 * rotary.scaling.original_max_length)
+        return with_attention(layer, rotary=dataclasses.replace(rotary, scaling=scaling))
+
+    return module.clone(layers=tuple(map(other, module.layers)))
+
+
+def one_layer_less(module):
+    return module.clone(layers=module.layers[:-1])
+
+
+@pytest.mark.parametrize(
+    "name, stated, edit, left_out",
+    [
+        ("qwen2_moe", {}, without_windows, "layer_types"),
+        ("qwen2_moe", {}, lambda module: one_layer_less(without_windows(module)), "layer_types"),
+        ("gpt_oss", {"experts_per_token": 2}, with_experts(top_k=1), "experts_per_token"),
+        ("gpt_oss", {"initial_context_length": "original"}, stretched, "initial_context_length"),
+        ("qwen3_moe", {"num_experts": "num_local_experts"}, with_experts(num_experts=8), "num_experts"),
+        ("llama", {"layer_types": ["full_attention"] * 3}, one_layer_less, "layer_types"),
+    ],
+)
+def test_what_a_config_said_of_another_model_is_left_out_and_named(copied, tmp_path, name, stated, edit, left_out):
+    source = load_pretrained(copied(name))
+    scaling = getattr(source.module.layers[0].attention.rotary.scaling, "original_max_length", None)
+    values = {"original": scaling, "num_local_experts": source.config.get("num_local_experts")}
+    stated = {field: values.get(value, value) if isinstance(value, str) else value for field, value in stated.items()}
+    config = source.config | stated
+    save_pretrained(tmp_path / "out", source.module, source.variables, config)
+    assert load_pretrained(tmp_path / "out").config.items() >= stated.items()  # which hold for this model
+    module = edit(source.module)
+    variables = initialised(module)
+    with pytest.warns(UserWarning, match=rf"is left out of config\.json: {left_out}="):
+        save_pretrained(tmp_path / "out", module, variables, config)
+    again = load_pretrained(tmp_path / "out")
+    assert (again.module.layers, left_out in again.config) == (module.layers, False)
+    same(again.variables, variables)
+
+
+def test_a_tokenizer_of_another_model_is_refused_and_nothing_is_written(tmp_path):
+    loaded = load_pretrained(FIXTURES / "llama")
+    larger = types.SimpleNamespace(vocab_size=loaded.module.vocab_size + 1)
+    with pytest.raises(ValueError, match=r"The tokenizer has 97 tokens, the model 96: what is written would not load"):
+        save_pretrained(tmp_path / "out", loaded.module, loaded.variables, loaded.config, larger)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
