@@ -282,7 +282,7 @@ def attention_choice(
     Args:
         call: The call.
         implementation: "auto" takes the first kernel of the table that can run it; a kernel's name takes that one.
-        device: The device; None means the one that programs run on by default.
+        device: The device; None takes what `accelerator` finds.
 
     Returns:
         The choice.
@@ -310,7 +310,7 @@ def kernel_refusals(call: AttentionCall, kernel: str, device: Accelerator | None
     Args:
         call: The call.
         kernel: Name of the kernel.
-        device: The device; None means the one that programs run on by default.
+        device: The device; None takes what `accelerator` finds.
 
     Returns:
         A reason for each requirement that is not met; none where it can.
@@ -326,15 +326,28 @@ def check_implementation(argument: str, value: str) -> None:
         raise ValueError(f"{argument} must be one of {known}. Received: {argument}={value!r}")
 
 
-def accelerator() -> Accelerator:
-    """Describe the device that programs run on by default."""
-    device = jax.devices()[0]
+def accelerator(mesh: Any = None) -> Accelerator:
+    """Describe the devices of a mesh, which need not be here; of one without devices, the device of JAX' choice.
+
+    Args:
+        mesh: A concrete or planned mesh; None takes the one in context.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else getattr(mesh, "abstract_mesh", mesh)
+    of_mesh = mesh.abstract_device
+    if of_mesh is not None and of_mesh.platform != "gpu":
+        return Accelerator(platform=of_mesh.platform)
+    device = _default_device() if of_mesh is None else jax.devices("gpu")[0]
     if device.platform != "gpu":
         return Accelerator(platform=device.platform)
     if "cuda" not in device.client.platform_version.lower():
         return Accelerator(platform="rocm")
     major, _, minor = str(device.compute_capability).partition(".")
     return Accelerator(platform="cuda", capability=(int(major), int(minor or 0)), cudnn=_cudnn_version())
+
+
+def _default_device() -> Any:
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.devices(chosen)[0] if isinstance(chosen, str | None) else chosen
 
 
 def _cudnn_version() -> int | None:

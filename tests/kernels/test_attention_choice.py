@@ -2,15 +2,19 @@
 
 import dataclasses
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from dew.kernels import attention_choice as choice
 from dew.kernels.attention import attention, consecutive_visibility
 from dew.kernels.attention_choice import KERNELS, Accelerator, AttentionCall, attention_choice, kernel_table
+from dew.placement import build_mesh
+from dew.planning import planned_mesh
 
 CPU, TPU = Accelerator(platform="cpu"), Accelerator(platform="tpu")
 AMPERE = Accelerator(platform="cuda", capability=(8, 0), cudnn=91000)
@@ -148,9 +152,30 @@ def test_the_device_is_described_by_what_jax_says_of_it(monkeypatch, platform, v
         client = type("Client", (), {"platform_version": version})
 
     Device.platform, Device.compute_capability = platform, capability
-    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
     monkeypatch.setattr(choice, "_cudnn_version", lambda: 91000)
     assert choice.accelerator() == want
+
+
+def test_the_kernel_is_that_of_the_mesh_in_context_or_of_the_default_device(monkeypatch):
+    mesh, cpu = build_mesh(), jax.devices()[0]
+    here = jax.devices
+    monkeypatch.setattr(
+        jax, "devices", lambda *names: here(*names) if any(names) else [SimpleNamespace(platform="tpu")]
+    )
+    assert choice.accelerator() == TPU
+    assert choice.accelerator(planned_mesh({"sequence": 4})) == TPU
+    assert choice.accelerator(mesh) == CPU
+    with jax.set_mesh(mesh):
+        assert choice.accelerator() == CPU
+        seen = []
+        jax.jit(lambda x: seen.append(choice.accelerator()) or x).lower(1.0)
+        run = jax.shard_map(lambda x: seen.append(choice.accelerator()) or x, in_specs=P(), out_specs=P())
+        jax.jit(run).lower(1.0)
+        assert seen == [CPU, CPU]
+    for chosen in (cpu, "cpu"):
+        with jax.default_device(chosen):
+            assert choice.accelerator() == CPU
 
 
 def test_the_page_on_kernels_shows_the_table():
