@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from dew.nn.sharding import unboxed
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
-from dew.placement.mesh import AXES, MeshSpec, as_mesh, build_mesh
+from dew.placement.mesh import AXES, MeshSpec, as_mesh
 from dew.placement.rules import spec_axes
 from dew.placement.stacks import StackView
 from dew.tree import map_named, named_leaves
@@ -42,13 +42,13 @@ def decode_mesh(
         The mesh; `mesh` itself where there is nothing to fold.
 
     Raises:
-        ValueError: If the mesh wanted has other devices, or its factors do not divide them.
+        TypeError: If what is wanted is no mesh in any spelling of `dew.placement.as_mesh`.
+        ValueError: If the mesh wanted has other devices, or its factors are none or do not divide them.
         LayoutRefused: If the mesh wanted splits positions or stages.
     """
     if wanted is None:
         return _folded(mesh, stored)
-    found = wanted if isinstance(wanted, Mesh) else build_mesh(_spec(wanted, mesh.size), list(mesh.devices.flat))
-    found = as_mesh(found)
+    found = as_mesh(wanted, list(mesh.devices.flat))
     if set(found.devices.flat) != set(mesh.devices.flat):
         raise ValueError(
             f"Decoding moves weights between the devices they are on: the mesh {_factors(found)} has {found.size} "
@@ -151,23 +151,6 @@ def stored_axes(variables: Any) -> tuple[str, ...]:
     return tuple(axis for axis in FOLDED_AXES if axis in used)
 
 
-def _spec(wanted: MeshSpec | Mapping[str, int], size: int) -> MeshSpec:
-    if isinstance(wanted, MeshSpec):
-        return wanted
-    factors = dict(wanted)
-    data = factors.pop("data", None)
-    try:
-        spec = MeshSpec(**factors)
-    except TypeError as error:
-        raise ValueError(f"Unknown mesh axis in {dict(wanted)}; known are {', '.join(AXES)}.") from error
-    if data is not None and data * spec.reserved != size:
-        raise ValueError(
-            f"The decode mesh {dict(wanted)} has {data * spec.reserved} devices, the model's mesh {size}. "
-            "Change a factor or leave 'data' out: it takes what is left."
-        )
-    return spec
-
-
 def _factors(mesh: Mesh) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "of one device"
 
@@ -183,21 +166,36 @@ def decode_view(variables: Any, mesh: Mesh) -> Any:
         The tree; each array is a second name for the parts its devices hold.
 
     Raises:
-        LayoutRefused: If an array is split over an axis that was folded, so that no view of it exists.
+        LayoutRefused: If an array is split over an axis that was folded, or made larger by that: no view of it exists.
     """
 
     def view(path: str, leaf: jax.Array) -> jax.Array:
         spec = getattr(leaf.sharding, "spec", PartitionSpec())
         sharding = NamedSharding(mesh, spec)
         if not holds_the_same(leaf, sharding):
-            raise LayoutRefused(
-                f"{path} {leaf.shape} is split as {spec}, over an axis that decoding folds into data, "
-                "so it has no view there. Move the weights first, with move_leaf_by_leaf onto decode_mesh(mesh, "
-                f"stored={stored_axes(variables)}), as dew_keras' generate does; or load them for another mesh."
-            )
+            raise LayoutRefused(f"{path} {leaf.shape} is split as {spec}, {_unviewed(variables, leaf, mesh)}")
         return _as_view(leaf, sharding)
 
     return map_named(view, variables)
+
+
+def _unviewed(variables: Any, leaf: jax.Array, mesh: Mesh) -> str:
+    """Say why an array has no view on a folded mesh, and what to do."""
+    stored, own = stored_axes(variables), leaf.sharding
+    if stored:
+        return (
+            "over an axis that decoding folds into data, so it has no view there. Move the weights first, with "
+            f"move_leaf_by_leaf onto decode_mesh(mesh, stored={stored}), as dew_keras' generate does; or load them for "
+            "another mesh."
+        )
+    assert isinstance(own, NamedSharding), "what decodes on a mesh is placed on one"
+    axes = [axis for axis in spec_axes(own.spec) if own.mesh.shape[axis] != mesh.shape[axis]]
+    grown = ", ".join(f"{axis}={own.mesh.shape[axis]} into {axis}={mesh.shape[axis]}" for axis in axes)
+    return (
+        f"and decoding folds other axes into that: it turns {grown}, whose parts are others. Move the weights first, "
+        "with move_leaf_by_leaf to shardings on decode_mesh(mesh), as dew_keras' generate does for a mesh named: "
+        "generate(..., mesh=...)."
+    )
 
 
 def holds_the_same(leaf: jax.Array, sharding: NamedSharding) -> bool:

@@ -120,9 +120,10 @@ def device_grid(spec: MeshSpec, devices: Sequence[Any] | None = None) -> np.ndar
         factors = {name: getattr(spec, name) for name in AXES if name != "data" and getattr(spec, name) > 1}
         product = " * ".join(f"{name}={factor}" for name, factor in factors.items())
         raise ValueError(
-            f"MeshSpec reserves {reserved} devices ({product}), which does not divide the {count} visible devices. "
+            f"MeshSpec reserves {reserved} devices ({product}), which does not divide the {count} "
+            f"{'given' if ordered else 'visible'} devices. "
             f"Lower a field of MeshSpec so that their product is one of {_divisors(count)}."
-            + _simulation(devices, reserved)
+            + ("" if ordered else _simulation(devices, reserved))
         )
     shape = (count // reserved, spec.expert, spec.fsdp, spec.tensor, spec.sequence, spec.stage)
     if spec.replicas > 1 or (len(_slices(devices)) > 1 and not ordered):
@@ -194,12 +195,13 @@ def _grid_of_granules(spec: MeshSpec, shape: tuple[int, ...], granules: list[lis
     return np.concatenate(rows, axis=AXES.index("data"))
 
 
-def as_mesh(mesh: Mesh | MeshSpec | Mapping[str, int] | None) -> Mesh:
+def as_mesh(mesh: Mesh | MeshSpec | Mapping[str, int] | None, devices: Sequence[Any] | None = None) -> Mesh:
     """Build the mesh that any accepted spelling stands for.
 
     Args:
         mesh: A mesh with the six axes, a `MeshSpec`, a mapping of its fields, or None for all devices on data. In a
             mapping, `data` asserts what is left for data parallelism.
+        devices: Devices to build it over, as in `build_mesh`; a mesh has its own.
 
     Returns:
         The mesh.
@@ -209,9 +211,9 @@ def as_mesh(mesh: Mesh | MeshSpec | Mapping[str, int] | None) -> Mesh:
         ValueError: If a key is unknown, the factors do not divide the devices, or `data` is not what is left.
     """
     if mesh is None:
-        return build_mesh()
+        return build_mesh(devices=devices)
     if isinstance(mesh, MeshSpec):
-        return build_mesh(mesh)
+        return build_mesh(mesh, devices)
     if isinstance(mesh, Mesh):
         missing = [axis for axis in AXES if axis not in mesh.shape]
         if missing:
@@ -221,37 +223,48 @@ def as_mesh(mesh: Mesh | MeshSpec | Mapping[str, int] | None) -> Mesh:
             )
         return mesh
     if isinstance(mesh, Mapping):
-        return _mesh_of_mapping(dict(mesh))
+        spec, data = spec_of_factors(mesh)
+        count = len(jax.devices() if devices is None else devices)
+        if data is not None and data * spec.reserved != count:
+            raise _leaves_other_data(spec, data, count)
+        return build_mesh(spec, devices)
     raise TypeError(
         "mesh must be a MeshSpec, a mapping such as {'fsdp': 4, 'tensor': 2}, a jax Mesh or None. "
         f"Received: mesh={mesh!r}"
     )
 
 
-def _mesh_of_mapping(factors: dict[str, Any]) -> Mesh:
+def spec_of_factors(factors: Mapping[str, Any]) -> tuple[MeshSpec, int | None]:
+    """Read a mapping of factors.
+
+    Args:
+        factors: Fields of `MeshSpec`, and `data` where what is left for it is asserted.
+
+    Returns:
+        The spec, and the data that is asserted.
+
+    Raises:
+        ValueError: If a key is unknown or a factor is not a positive integer.
+    """
     known = ["data", *(field.name for field in dataclasses.fields(MeshSpec))]
     for name in factors:
         if name not in known:
             guess = closest(str(name), known)
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise ValueError(f"Unknown mesh axis {name!r}; known are {', '.join(known)}.{hint}")
-    data = factors.pop("data", None)
-    spec = MeshSpec(**factors)
-    if data is None:
-        return build_mesh(spec)
-    _require_factor("data", data)
-    count = len(jax.devices())
-    if data * spec.reserved != count:
-        left = (
-            f"which leaves data={count // spec.reserved}"
-            if count % spec.reserved == 0
-            else "which does not divide them"
-        )
-        raise ValueError(
-            f"mesh says data={data}, but of {count} devices the other axes reserve {spec.reserved}, {left}. "
-            "Change a factor or leave 'data' out: it takes what is left."
-        )
-    return build_mesh(spec)
+    data = factors.get("data")
+    if data is not None:
+        _require_factor("data", data)
+    return MeshSpec(**{name: factor for name, factor in factors.items() if name != "data"}), data
+
+
+def _leaves_other_data(spec: MeshSpec, data: int, count: int) -> ValueError:
+    divides = count % spec.reserved == 0
+    left = f"which leaves data={count // spec.reserved}" if divides else "which does not divide them"
+    return ValueError(
+        f"mesh says data={data}, but of {count} devices the other axes reserve {spec.reserved}, {left}. "
+        "Change a factor or leave 'data' out: it takes what is left."
+    )
 
 
 def batch_divisor(mesh: Mesh, microbatches: int = 1) -> int:

@@ -26,7 +26,7 @@ from dew.parallel.stages import refuse_unstaged
 from dew.placement.explain import Explanation
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.memory import bytes_per_device
-from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec
+from dew.placement.mesh import AXES, BATCH_AXES, MeshSpec, spec_of_factors
 from dew.placement.rules import STAGE
 from dew.placement.stacks import stack_view
 from dew.training.optimizer import as_optimizer
@@ -96,17 +96,7 @@ def planned_mesh(mesh: MeshSpec | Mapping[str, int], devices: int | None = None)
     Raises:
         ValueError: If the factors do not divide the devices, or `data` is not what is left.
     """
-    data = None
-    if not isinstance(mesh, MeshSpec):
-        factors = dict(mesh)
-        data = factors.pop("data", None)
-        known = [field.name for field in dataclasses.fields(MeshSpec)]
-        unknown = [name for name in factors if name not in known]
-        if unknown:
-            raise ValueError(f"Unknown mesh axis {unknown[0]!r}; known are data, {', '.join(known)}.")
-        mesh = MeshSpec(**factors)
-    if data is not None and (isinstance(data, bool) or not isinstance(data, int) or data < 1):
-        raise ValueError(f"data must be a positive integer. Received: data={data!r}")
+    mesh, data = (mesh, None) if isinstance(mesh, MeshSpec) else spec_of_factors(mesh)
     count = mesh.reserved * (data or 1) if devices is None else devices
     if count < 1 or count % mesh.reserved:
         raise ValueError(

@@ -197,7 +197,8 @@ def test_a_running_fit_gets_its_weights_back_before_the_next_step(mesh, named):
     [
         ({"tensor": 8}, LayoutRefused, "4 query heads do not divide tensor=8"),
         ({"sequence": 8}, LayoutRefused, "Decoding on sequence=8"),
-        ({"tensor": 5}, ValueError, "does not divide the 8 visible devices"),
+        ({"tensor": 5}, ValueError, "does not divide the 8 given devices"),
+        ("auto", TypeError, "mesh must be a MeshSpec, a mapping such as"),
     ],
 )
 def test_a_mesh_that_does_not_fit_moves_nothing(model, mesh, error, message):

@@ -116,6 +116,15 @@ def test_an_array_split_over_a_folded_axis_has_no_view():
         decode_view(weights(mesh, ("stage", "fsdp")), decode_mesh(mesh))
 
 
+def test_an_array_split_over_data_that_grows_has_no_view_and_moves_where_it_is_said():
+    mesh = build_mesh(MeshSpec(fsdp=2, sequence=2))
+    folded, owner = decode_mesh(mesh), Owner(weights(mesh, ("data", "fsdp")))
+    with pytest.raises(LayoutRefused, match=r"w0 \(64, 32\) is split .* turns data=2 into data=4, whose parts are oth"):
+        decode_view(owner.tree, folded)
+    move_leaf_by_leaf(owner.read, owner.write, sharded(folded, "data", owner.tree))
+    assert decode_view(owner.tree, folded)["w0"].sharding == owner.tree["w0"].sharding
+
+
 def placed_bytes(tree, places):
     """Bytes on all devices of each leaf of a tree, were it placed so."""
     return {name: 8 * shard_bytes(leaf.shape, leaf.dtype, places[name]) for name, leaf in tree.items()}
@@ -199,9 +208,18 @@ def test_devices_that_hold_the_same_parts_are_told_by_the_parts():
 @pytest.mark.parametrize(
     "wanted, error, message",
     [
-        ({"tensor": 3}, ValueError, "does not divide the 8 visible devices"),
-        ({"data": 3, "tensor": 2}, ValueError, "has 6 devices, the model's mesh 8"),
-        ({"rows": 2}, ValueError, "Unknown mesh axis"),
+        ({"tensor": 3}, ValueError, r"does not divide the 8 given devices. Lower .* one of \[1, 2, 4, 8\]\.$"),
+        (
+            {"data": 3, "tensor": 2},
+            ValueError,
+            "data=3, but of 8 devices the other axes reserve 2, which leaves data=4",
+        ),
+        ({"tensr": 2}, ValueError, "Unknown mesh axis 'tensr'; known are data, .* Did you mean 'tensor'"),
+        ({"data": "8"}, ValueError, "data must be a positive integer. Received: data='8'"),
+        ({"data": 4.0, "tensor": 2}, ValueError, r"data must be a positive integer. Received: data=4\.0"),
+        ({"tensor": 2.0}, ValueError, r"tensor must be a positive integer. Received: tensor=2\.0"),
+        ("auto", TypeError, "mesh must be a MeshSpec, a mapping such as .* Received: mesh='auto'"),
+        (4, TypeError, "mesh must be a MeshSpec, a mapping such as .* Received: mesh=4"),
         ({"sequence": 2}, LayoutRefused, "Decoding on sequence=2: it computes one token of a row at a time"),
         (MeshSpec(stage=4), LayoutRefused, "Decoding on stage=4"),
     ],
