@@ -66,11 +66,15 @@ def _layers(engine: Engine) -> list[str]:
     if not engine.is_language_model:
         return []
     module, mesh = engine.module, engine.mesh
+    rows: dict[str, Any] = {
+        "num_tokens": _row_length(engine),
+        "rows": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+    }
     with nn.logical_axis_rules(engine.layout.rules):
         return [
-            *attention_report(module, mesh=mesh, rows=math.prod(mesh.shape[axis] for axis in BATCH_AXES)),
+            *attention_report(module, mesh=mesh, **rows),
             *cache_report(module, mesh=decode_mesh(mesh)),
-            *experts_report(module, mesh=mesh, num_tokens=_row_length(engine)),
+            *experts_report(module, mesh=mesh, **rows),
         ]
 
 

@@ -53,7 +53,7 @@ def plan_checkpoint(
         table: List every leaf.
 
     Returns:
-        0, or 1 when the layout is refused on this mesh.
+        0, or 1 when the layout, or rows of that length, are refused on this mesh.
     """
     planned = planned_mesh(mesh_factors(mesh), devices)
     memory = None if device_memory is None else byte_count(device_memory)

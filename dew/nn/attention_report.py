@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from dew.kernels.attention_choice import Accelerator, AttentionCall, accelerator, attention_choice
 from dew.nn.attention import AttentionSpec
 from dew.nn.cache import KEY_VALUE_NAMES
-from dew.nn.exchange_report import exchange_report
+from dew.nn.exchange_report import exchange_report, layer_lines
 from dew.nn.latent_attention import LatentAttentionSpec, attention_form
+from dew.nn.masks import layer_limits
 from dew.parallel.exchange import QUERY_NAMES
 from dew.placement.rules import DEFAULT_RULES, resolve, spec_axes
 
@@ -26,7 +27,7 @@ def attention_report(
     mesh: Any = None,
     num_tokens: int | None = None,
     rows: int = 1,
-    packed: bool = False,
+    packed: bool | None = None,
     device: Accelerator | None = None,
 ) -> list[str]:
     """Say for each kind of attention layer which kernel runs its whole sequences.
@@ -39,19 +40,21 @@ def attention_report(
         mesh: A concrete or planned mesh, whose axes split rows and heads. None means one device.
         num_tokens: Length of the rows; None takes the model's longest context.
         rows: Rows of the global batch.
-        packed: Whether rows hold several documents or padding.
-        device: The device; None means the one that programs run on by default.
+        packed: As `dew.nn.exchange_report.layer_lines`'.
+        device: The device; None takes the mesh's, or the default.
 
     Returns:
-        A line per kind of layer.
+        Its lines.
     """
     num_tokens = module.max_length if num_tokens is None else num_tokens
-    device = accelerator() if device is None else device
+    device = accelerator(mesh) if device is None else device
     if mesh is not None and mesh.shape.get("sequence", 1) > 1:
         return exchange_report(module, mesh=mesh, num_tokens=num_tokens, rows=rows, packed=packed, device=device)
-    lines: dict[str, int] = {}
-    for spec, count in _attention_kinds(module):
+    dtype = jnp.dtype(module.dtype).name
+
+    def describe(spec: AttentionSpec, in_documents: bool) -> str:
         row_shards, shards = _shards(mesh, QUERY_NAMES, (rows, num_tokens, spec.num_heads, spec.head_dim))[::2]
+        window, chunk = layer_limits(spec.window, spec.chunk, in_documents=in_documents)
         call = AttentionCall(
             rows=rows // row_shards,
             num_queries=num_tokens,
@@ -59,23 +62,20 @@ def attention_report(
             num_heads=spec.num_heads // shards,
             num_kv_heads=math.ceil(spec.num_kv_heads / shards),
             head_dim=spec.head_dim,
-            dtype=jnp.dtype(module.dtype).name,
-            window=spec.window,
-            chunk=getattr(spec, "chunk", None),
-            segments=packed,
+            dtype=dtype,
+            window=window,
+            chunk=chunk,
+            segments=in_documents,
             softcap=spec.softcap is not None,
-            sinks=bool(getattr(spec, "sinks", False)),
-        )
-        limits = "".join(
-            f", {field} {getattr(call, field)}" for field in ("window", "chunk") if getattr(call, field) is not None
+            sinks=spec.sinks,
         )
         try:
-            chosen = str(attention_choice(call, module.attention_impl, device))
+            return str(attention_choice(call, module.attention_impl, device))
         except ValueError as refusal:
-            chosen = f"refused: {refusal}"
-        text = f"of {call.num_queries} tokens{limits}{' in documents' if packed else ''}, {call.dtype}: {chosen}"
-        lines[text] = lines.get(text, 0) + count
-    return [f"attention of {count} layer{'s' if count > 1 else ''} {text}" for text, count in lines.items()]
+            return f"refused: {refusal}"
+
+    kinds = _attention_kinds(module)
+    return layer_lines(f"of {num_tokens} tokens", "attention", kinds, describe, packed=packed, dtype=f", {dtype}")
 
 
 def cache_report(module: Any, *, mesh: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """Which keys a query may read: causal order, packed documents, padded prompts.
 
 Entry points: `causal_visibility` for whole sequences, `cached_visibility` for a cache; both describe the mask
-for `dew.kernels.attention` without building it. `limited` adds what one layer hides, `document_starts` is for mixers
-with a state.
+for `dew.kernels.attention` without building it. `limited` adds what one layer hides, `layer_limits` says which sizes
+that leaves; `document_starts` is for mixers with a state.
 """
 
 import dataclasses
@@ -83,5 +83,18 @@ def limited(visibility: Visibility, *, window: int | None, chunk: int | None) ->
     if visibility.query_segments is not segments:
         slots = jnp.broadcast_to(visibility.query_slots, (blocks.shape[0], visibility.query_slots.shape[1]))
         own = jnp.take_along_axis(blocks, slots, axis=1)
-    reach = chunk if window is None else min(window, chunk)
-    return dataclasses.replace(visibility, query_segments=own, key_segments=blocks, window=reach)
+    reach, rest = layer_limits(window, chunk, in_documents=True)
+    return dataclasses.replace(visibility, query_segments=own, key_segments=blocks, window=reach, chunk=rest)
+
+
+def layer_limits(window: int | None, chunk: int | None, *, in_documents: bool) -> tuple[int | None, int | None]:
+    """Give the window and the chunk that `limited` leaves: blocks of documents are documents, and none is longer.
+
+    Args:
+        window: How many tokens a token of the layer reads; None means all before it.
+        chunk: Length of the blocks that it reads its own of; None means all.
+        in_documents: Whether rows hold documents or padding.
+    """
+    if chunk is None or not in_documents:
+        return window, chunk
+    return chunk if window is None else min(window, chunk), None

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dew.nn.exchange_report import check_row_length
 from dew.nn.router import Routing, router_loss
 from dew.nn.sharding import without_mesh
 from dew.objectives.base import LossOutput, Ratio
@@ -97,6 +98,18 @@ class LanguageModel:
         if self._mtp_weight:
             prepared |= further_targets(tokens, weights, segments, self.module.prediction.depth)
         return {name: np.ascontiguousarray(value) for name, value in prepared.items()}
+
+    def check_rows(self, mesh: Any, prepared: Mapping[str, Any]) -> None:
+        """Refuse rows that some layer could not compute on a mesh, before anything is traced.
+
+        Args:
+            mesh: The mesh; the active rules say what it splits.
+            prepared: What `prepare` returned.
+
+        Raises:
+            LayoutRefused: With lengths that every layer takes.
+        """
+        check_row_length(self.module, mesh, prepared["inputs"].shape[1], packed="segment_ids" in prepared)
 
     def loss(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], *, key: jax.Array, train: bool

@@ -20,6 +20,7 @@ from dew.inference.decode_mesh import decode_mesh, decode_place
 from dew.inference.prefill import cache_shardings
 from dew.kernels.attention_choice import Accelerator
 from dew.nn.attention_report import attention_report, cache_report
+from dew.nn.exchange_report import check_row_length
 from dew.nn.experts_report import experts_report
 from dew.objectives.language import LanguageModel
 from dew.parallel.stages import refuse_unstaged
@@ -55,7 +56,7 @@ class Estimate:
         explanation: Where every leaf goes and why; its layers say which attention kernel they take, and inside which
             exchange where the mesh splits positions, which keys and values are kept more than once, where experts are,
             and why the model could not generate.
-        refusal: Why the layout is refused on this mesh, or None.
+        refusal: Why the layout, or rows of so many slots, are refused on this mesh; None where neither is.
     """
 
     mesh_shape: Mapping[str, int]
@@ -122,6 +123,7 @@ def estimate_bytes(
     slots: int | None = None,
     accumulation: int = 1,
     master_dtype: Any = "float32",
+    packed: bool | None = None,
     device: Accelerator | None = None,
 ) -> Estimate:
     """Count what each device would hold to generate and to train.
@@ -135,10 +137,11 @@ def estimate_bytes(
         slots: Tokens of a row; None takes the model's longest context.
         accumulation: Batches per optimizer update.
         master_dtype: Dtype the weights are trained in; None takes the module's.
+        packed: Whether rows of training hold documents or padding, as those made from texts do; None tells both.
         device: What the mesh is made of, for the choice of kernels; None means the device that programs run on here.
 
     Returns:
-        The estimate; a layout that is refused on this mesh is reported in it, not raised.
+        The estimate; what is refused on this mesh is reported in it, not raised.
 
     Raises:
         ValueError: If the optimizer is unknown, or rows, slots or accumulation is not positive.
@@ -151,7 +154,6 @@ def estimate_bytes(
     for name, value in (("rows", rows), ("slots", slots), ("accumulation", accumulation)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1. Received: {name}={value}")
-    refusal = _refusal(module, layout, mesh, declared, stacks)
     cache = jax.eval_shape(lambda: module.init_cache(rows, slots))
     master = module if master_dtype is None else module.clone(param_dtype=master_dtype)
     trained = _declared(master)
@@ -159,7 +161,8 @@ def estimate_bytes(
     places = state_shardings(layout, mesh, state, layout.shardings(mesh, trained))
     masters = bytes_per_device(state.params, places.params)
     with nn.logical_axis_rules(layout.rules):
-        kernels = attention_report(module, mesh=mesh, num_tokens=slots, rows=rows, device=device)
+        refusal = _refusal(module, layout, mesh, declared, stacks, num_tokens=slots, packed=packed, device=device)
+        kernels = attention_report(module, mesh=mesh, num_tokens=slots, rows=rows, packed=packed, device=device)
         cached = cache_report(module, mesh=decoding)
         experts = experts_report(module, mesh=mesh, num_tokens=slots, rows=rows)
     sums = 0 if state.accumulator is None else bytes_per_device(state.accumulator, places.accumulator)
@@ -197,10 +200,12 @@ def _declared(module: Any) -> Any:
     return jax.eval_shape(lambda: objective.init(jax.random.key(0)))
 
 
-def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any) -> str | None:
+def _refusal(module: Any, layout: Layout, mesh: Any, declared: Any, stacks: Any, **rows: Any) -> str | None:
+    """Say why a layout, or rows as `check_row_length` takes them, cannot train on a mesh."""
     try:
         refuse_unstaged(mesh.shape[STAGE], module)
         layout.check(mesh, declared, layout.shardings(mesh, declared), stacks)
+        check_row_length(module, mesh, **rows)
     except LayoutRefused as error:
         return str(error)
     return None

@@ -242,9 +242,18 @@ class Trainer:
 
         Raises:
             ValueError: If its rows do not divide, or the objective refuses it.
+            LayoutRefused: If some layer cannot compute rows of that length on the mesh.
         """
-        prepared = _like(batch, self.objective.prepare(batch))
-        return shard_batch(self.mesh, prepared, microbatches=self.microbatches)
+        return shard_batch(self.mesh, _like(batch, self._prepared(batch)), microbatches=self.microbatches)
+
+    def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Prepare a host batch; rows that the mesh cannot compute are refused here, not while a program is traced."""
+        prepared = self.objective.prepare(batch)
+        check = getattr(self.objective, "check_rows", None)
+        if check is not None:
+            with nn.logical_axis_rules(self.layout.rules):
+                check(self.mesh, prepared)
+        return prepared
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the training step for the shapes of a batch, without making or running anything.
@@ -257,7 +266,7 @@ class Trainer:
 
         Raises:
             ValueError: If the objective refuses the batch.
-            LayoutRefused: If the layout leaves too much whole on this mesh.
+            LayoutRefused: If the layout leaves too much whole on this mesh, or a layer cannot compute the rows there.
         """
         is_whole = isinstance(batch, WholeBatch)
         count = 1 if is_whole else data_partition(self.mesh).count
@@ -273,7 +282,7 @@ class Trainer:
         )
         step = self._programs.of_microstep(self.accumulation - 1)
         with self.context():
-            return step.lower(state, jax.tree.map(shape, self.objective.prepare(batch)))
+            return step.lower(state, jax.tree.map(shape, self._prepared(batch)))
 
     def fit(
         self,
@@ -414,11 +423,11 @@ class Trainer:
     ) -> tuple[TrainState, dict[str, Ratio], jax.Array]:
         if room == 1:
             place = shard_batch if self._is_eager else batch_argument
-            alone = _like(batches[0], self.objective.prepare(batches[0]))
+            alone = _like(batches[0], self._prepared(batches[0]))
             argument = place(self.mesh, alone, microbatches=self.microbatches)
             with self.context():
                 return self._programs.one(state, argument, microstep)
-        prepared = [self.objective.prepare(batch) for batch in batches]
+        prepared = [self._prepared(batch) for batch in batches]
         filled = prepared + prepared[-1:] * (room - len(prepared))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
         stacked = _like(batches[0], stacked)

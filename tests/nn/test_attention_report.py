@@ -18,7 +18,20 @@ def test_each_kind_of_layer_has_a_line_with_its_kernel_and_reasons():
     )
     assert windowed.startswith("attention of 1 layer of 128 tokens, window 8, bfloat16: cudnn (")
     packed = attention_report(module, num_tokens=127, packed=True, device=hopper)
-    assert "of 127 tokens in documents, bfloat16: xla (not cudnn: documents or chunks of 1 rows need" in packed[0]
+    assert (
+        "of 127 tokens in documents or padded, bfloat16: xla (not cudnn: documents or chunks of 1 rows need"
+        in packed[0]
+    )
+
+
+def test_a_chunk_in_documents_is_a_window_as_long_and_rows_that_differ_have_two_lines():
+    module = tiny_decoder(layers=(tiny_layer(chunk=8, window=12, head_dim=64),), dtype="bfloat16")
+    plain, packed = attention_report(module, num_tokens=128, device=accelerator_named("tpu"))
+    assert ", window 12, chunk 8, bfloat16: xla (" in plain
+    assert "chunks of 8 with window=12" in plain
+    assert packed.startswith(
+        "attention of 1 layer of 128 tokens, window 12, chunk 8 in documents or padded, bfloat16: tpu"
+    )
 
 
 def test_a_named_kernel_that_cannot_run_is_reported_as_refused():

@@ -1,6 +1,7 @@
 """The report names the exchange of each kind of layer, and lengths that no exchange takes are refused beforehand."""
 
 import re
+import types
 
 import pytest
 
@@ -20,7 +21,9 @@ LAYERS = (tiny_layer(), tiny_layer(window=8), tiny_layer(), tiny_layer(chunk=24)
 
 def test_each_kind_of_layer_has_a_line_with_its_exchange_and_bytes():
     module = tiny_decoder(layers=LAYERS)
-    dense, windowed, chunked = exchange_report(module, mesh=planned_mesh({"sequence": 4}), num_tokens=64, rows=2)
+    dense, windowed, chunked, packed = exchange_report(
+        module, mesh=planned_mesh({"sequence": 4}), num_tokens=64, rows=2
+    )
     # Queries, the result, and keys and values repeated to four heads: 3/4 of 2 x 16 x 16 x 8 floats leave, twice.
     assert dense.startswith("exchange of 2 layers of 64 tokens: all_to_all, 24,576 bytes a device (the heads divide")
     assert "banded cannot: it needs a window or chunks" in dense
@@ -31,6 +34,8 @@ def test_each_kind_of_layer_has_a_line_with_its_exchange_and_bytes():
     # Seven keys and values of two heads, both ways.
     assert windowed.startswith("exchange of 1 layer of 64 tokens, window 8: banded, 3,584 bytes a device (what a token")
     assert "exchange of 1 layer of 64 tokens, chunk 24: banded" in chunked
+    # In documents a chunk is a window that begins anywhere: of 24 tokens, longer than the slice of 16.
+    assert "exchange of 1 layer of 64 tokens, chunk 24 in documents or padded: all_to_all" in packed
     assert exchange_report(module, mesh=planned_mesh({"tensor": 2})) == []
 
 
@@ -40,6 +45,7 @@ def test_a_plan_and_its_explanation_say_it():
     refused = r"exchange of 2 layers of 40 tokens: refused: No exchange .*40 positions do not divide into 16 .*32 or 48"
     assert re.search(refused, text)
     assert re.search(refused, estimate.explanation.summary())
+    assert re.search(r"\nRefused: No exchange .*40 positions do not divide into 16 .* Use rows of 32 or 48 pos", text)
     # What one device would run says nothing of what the exchange leaves it.
     assert "\nattention of" not in text
     assert re.search(
@@ -65,8 +71,28 @@ def test_lengths_are_those_that_every_layer_takes():
     for length, message in ((24, "24 positions do not divide into 16"), (16, "slices of at least 3 .* 16 is not")):
         with pytest.raises(LayoutRefused, match=rf"{message}.* Use rows of 32 positions"):
             check_row_length(module, mesh, length)
-    with pytest.raises(LayoutRefused, match=r"No row within the context of 64 fits sequence=32\."):
+    with pytest.raises(LayoutRefused, match=r"No row within the context of 64 fits sequence=32\. Use sequence=16\."):
         check_row_length(module, planned_mesh({"sequence": 32}), 64)
+    check_row_length(module, planned_mesh({"sequence": 16}), 64)
+
+
+def test_a_plan_and_the_lines_of_layers_advise_what_every_layer_takes():
+    module = tiny_decoder(layers=(tiny_layer(), LayerSpec(mixer=SCAN, mlp=None, norm=NormSpec(eps=1e-5))))
+    estimate = estimate_bytes(module, planned_mesh({"sequence": 8}), slots=24)
+    # The attention alone would take 16 too.
+    assert re.search(r"24 positions do not divide into 16 .* Use rows of 32 positions\.$", estimate.refusal)
+    assert estimate.explanation.layers[0].endswith(" Use rows of 32 positions.")
+    assert estimate_bytes(module, planned_mesh({"sequence": 8}), slots=32).refusal is None
+
+
+def test_an_exchange_named_that_a_layer_cannot_take_is_refused_with_the_choice():
+    module = tiny_decoder(layers=(tiny_layer(), tiny_layer(window=8)), sequence_impl="banded")
+    with pytest.raises(LayoutRefused, match=r"it needs a window or chunks\. Use sequence_impl='auto'\.$"):
+        check_row_length(module, planned_mesh({"sequence": 4}), 32)
+
+
+def test_layers_of_a_module_of_another_kind_are_not_read():
+    check_row_length(types.SimpleNamespace(layers=4), planned_mesh({"sequence": 4}), 31)
 
 
 def test_the_line_of_a_scan_counts_its_shifts():

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from dew.nn.block import LayerSpec
+from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.norm import NormSpec
 from dew.objectives.language import LanguageModel
 from dew.placement.layout import Layout, LayoutRefused
@@ -101,3 +103,15 @@ def test_lengths_that_do_not_divide_are_refused():
     state = run.place()
     with pytest.raises(LayoutRefused, match=r"44 positions do not divide into 8 equal parts.*Use rows of 32 or 48 "):
         list(run.loop(state).run([rows]))
+
+
+def test_lengths_are_refused_before_tracing_with_those_that_every_layer_takes():
+    scan = Mamba2Spec(num_heads=4, head_dim=8, num_groups=1, state_size=6)
+    layers = (tiny_layer(), LayerSpec(mixer=scan, mlp=None, norm=NormSpec(eps=1e-5)))
+    run = Trainer(LanguageModel(tiny_decoder(layers=layers)), "sgd", mesh=MeshSpec(sequence=8))
+    rows = {"tokens": np.ones((8, 25), np.int32)}
+    for refusing in (run.lower, run.place_batch):
+        # The attention alone would take 16 too, where slices are shorter than the convolution's reach.
+        with pytest.raises(LayoutRefused, match=r"24 positions do not divide into 16 .* Use rows of 32 positions\.$"):
+            refusing(rows)
+    run.place_batch({"tokens": np.ones((8, 33), np.int32)})
