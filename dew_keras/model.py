@@ -24,6 +24,7 @@ from dew_keras.followers import quiet
 from dew_keras.generation import run_generate
 from dew_keras.inputs import WHOLE_BATCH, check_count
 from dew_keras.loop import Validation, run_evaluate, run_fit, run_one_step, run_predict
+from dew_keras.placed_model import COMPUTING
 from dew_keras.presets import read_preset
 from dew_keras.step_methods import StepMethods
 from dew_keras.streams import SlicedSource, keras_source
@@ -190,6 +191,8 @@ class Model(StepMethods, WeightVerbs):
         remat: Any = None,
         schedule: str | None = None,
         quantization: str | None = None,
+        attention_impl: str | None = None,
+        sequence_impl: str | None = None,
         accumulation: int = 1,
         sampler: Any = "auto",
         dtype: Any = "auto",
@@ -220,6 +223,8 @@ class Model(StepMethods, WeightVerbs):
             schedule: Order of the microbatches where the mesh has stages: "gpipe" or "1f1b"; None keeps the module's.
             quantization: 8-bit type of the blocks' products, "int8" or "fp8"; None keeps the module's. Needs the extra
                 `dew[quantization]`.
+            attention_impl: Attention kernel of whole rows, "auto" or its name; None keeps the module's.
+            sequence_impl: Exchange of attention over split positions, "auto" or its name; None keeps the module's.
             accumulation: Batches per update.
             sampler: How `generate` draws: "greedy", "random", "top_k", "top_p", a strategy of `dew.inference`, or
                 "auto" for what the checkpoint says, greedy when it says nothing.
@@ -240,7 +245,7 @@ class Model(StepMethods, WeightVerbs):
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
         compiled.check_length(getattr(self.module, "max_length", None))
-        computing = {"remat": remat, "schedule": schedule, "quantization": quantization}
+        computing = {name: arguments[name] for name in COMPUTING}
         engine.configure(compiled, mesh=mesh, layout=layout, computing=computing, precision=precision)
 
     def get_compile_config(self) -> dict[str, Any] | None:

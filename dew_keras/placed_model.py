@@ -42,12 +42,14 @@ from dew_keras.optimizers import OptaxHandle
 from dew_keras.presets import Preset
 from dew_keras.waiting import WaitingRun
 
-_LANGUAGE_MODELS_ONLY = {
+COMPUTING = {
     "remat": "configures language models; {} decides it in its own code, with flax.linen.remat.",
     "schedule": "orders the pipeline of a language model; {} has none.",
     "quantization": "configures language models; {} multiplies in its own code, with qwix.quantize_model for example.",
+    "attention_impl": "names the attention kernel of a language model; {} attends in its own code.",
+    "sequence_impl": "names the exchange of a language model's attention; {} attends in its own code.",
 }
-"""Why other modules cannot be told how to compute."""
+"""How a language model computes, by its field, and why other modules cannot be told."""
 
 
 class PlacedModel:
@@ -223,7 +225,7 @@ class PlacedModel:
         changes = {name: value for name, value in computing.items() if value is not None}
         if not self.is_language_model:
             for name, value in changes.items():
-                said = _LANGUAGE_MODELS_ONLY[name].format(type(module).__name__)
+                said = COMPUTING[name].format(type(module).__name__)
                 raise ValueError(f"{name} {said} Received: {name}={value!r}")
             return module
         if dtype == "float16":

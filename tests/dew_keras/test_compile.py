@@ -51,6 +51,8 @@ def decoder():
         ({"remat": "full"}, r"Linear decides it in its own code"),
         ({"schedule": "1f1b"}, r"Linear has none. Received: schedule='1f1b'"),
         ({"quantization": "int8"}, r"Linear multiplies in its own code.*Received: quantization='int8'"),
+        ({"attention_impl": "xla"}, r"Linear attends in its own code. Received: attention_impl='xla'"),
+        ({"sequence_impl": "ring"}, r"Linear attends in its own code. Received: sequence_impl='ring'"),
         ({"mesh": {"stage": 2}}, r"stage=2 pipelines a layer stack, and Linear has none"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "accumulation": 2}, r"not both"),
     ],
@@ -71,6 +73,16 @@ def test_a_bad_argument_is_refused_at_compile_and_nothing_changes(arguments, tex
         ({"mesh": {"stage": 8}}, r"stage=8 does not divide the model's 4 layers. Use stage=2 or 4"),
         ({"quantization": "int4"}, r"quantization must be 'int8', 'fp8' or None"),
         ({"schedule": "zigzag"}, r"schedule must be 'gpipe' or '1f1b'"),
+        ({"attention_impl": "flash"}, r"must be one of 'auto', .*Received: attention_impl='flash'"),
+        ({"sequence_impl": "rings"}, r"must be one of 'auto', .*Received: sequence_impl='rings'"),
+        (
+            {"sequence_impl": "banded", "mesh": {"sequence": 4}, "sequence_length": 32},
+            r"it needs a window or chunks\. Use sequence_impl='auto'\.",
+        ),
+        (
+            {"attention_impl": "cudnn", "mesh": {"sequence": 4}, "sequence_length": 32},
+            r"attention_impl='cudnn' cannot run: the device is a cpu.* Use attention_impl='auto'\.",
+        ),
     ],
 )
 def test_a_language_model_refuses_what_it_cannot_do(arguments, text, decoder):

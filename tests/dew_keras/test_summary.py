@@ -20,6 +20,17 @@ def summary_lines(model):
     return re.findall(r"exchange of .*", said[0])
 
 
+def test_an_exchange_and_a_kernel_that_are_named_are_taken_and_told():
+    model = dew_keras.Model(tiny_decoder(num_layers=2))
+    model.compile("sgd", mesh={"sequence": 4}, sequence_impl="ring", attention_impl="xla")
+    (line,) = summary_lines(model)
+    assert "of 64 tokens: ring, " in line
+    assert "(named by sequence_impl; " in line
+    assert (model.module.sequence_impl, model.module.attention_impl) == ("ring", "xla")
+    model.compile("sgd", mesh={"sequence": 4})
+    assert "of 64 tokens: all_to_all, " in summary_lines(model)[0]
+
+
 @pytest.mark.parametrize(
     "layer, mesh, length, want",
     [
