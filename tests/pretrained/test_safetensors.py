@@ -163,7 +163,8 @@ def make_loop(path):
 
 
 @pytest.mark.parametrize(
-    "make, text", [(os.mkfifo, "is not a file"), (os.mkdir, "is not a file"), (make_loop, "loop|holds neither")]
+    "make, text",
+    [(os.mkfifo, "is not a file"), (os.mkdir, "is not a file"), (make_loop, "loop|symbolic links|holds neither")],
 )
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, make, text):
     make(tmp_path / "model.safetensors")
