@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from dew.arrays import Array
 from dew.kernels.expert_mixture import ExpertActivation, expert_mixture
 from dew.nn.mlp import ACTIVATIONS
-from dew.nn.router import Choice, Routing, choose, routing_sums
+from dew.nn.router import BALANCE_BIAS, Choice, Routing, choose, excess_load, routing_sums
 from dew.nn.sharding import activation_spec, is_trivial_mesh, weight_spec
 from dew.parallel.expert_exchange import exchanged
 from dew.placement.layout import LayoutRefused
@@ -60,7 +60,8 @@ def routed(
     extra = {name: value for name, value in given.items() if value is not None}
     mesh = jax.sharding.get_abstract_mesh()
     if is_trivial_mesh(mesh):
-        return _local(x, weights, extra, spec=spec, bins=bins, axes=_Axes())
+        out, routing = _local(x, weights, extra, spec=spec, bins=bins, axes=_Axes())
+        return out, _with_bias_term(routing, weights["router"])
     tokens = activation_spec(TOKEN_NAMES, x.shape)
     banks = {name: weight_spec(BANK_NAMES[name], leaf.shape) for name, leaf in weights["experts"].items()}
     axes = _Axes.of(mesh, tokens, banks["gate_proj"], spec.num_experts)
@@ -72,7 +73,15 @@ def routed(
         axis_names=set(axes.manual),
         check_vma=False,
     )
-    return run(x, weights, extra)
+    out, routing = run(x, weights, extra)
+    return out, _with_bias_term(routing, weights["router"])
+
+
+def _with_bias_term(routing: Routing | None, router: Mapping[str, Array]) -> Routing | None:
+    """Add the balance biases' gradient, outside of the shard_map: its transpose divides by devices and sums again."""
+    if routing is None or BALANCE_BIAS not in router:
+        return routing
+    return routing.replace(bias_term=excess_load(router[BALANCE_BIAS].astype(jnp.float32), routing.load))
 
 
 class _Axes:
@@ -134,7 +143,7 @@ def _local(x: Array, weights: Any, extra: Mapping[str, Array], *, spec: Any, bin
     )
     if "bias" in router:
         logits = logits + router["bias"].astype(jnp.float32)
-    choice = choose(logits, router.get("balance_bias"), spec.router)
+    choice = choose(logits, router.get(BALANCE_BIAS), spec.router)
     kept = jnp.ones(choice.experts.shape, bool)
     if spec.capacity_factor is not None:
         kept = _within_capacity(choice, extra, shape, spec, axes)
@@ -145,7 +154,7 @@ def _local(x: Array, weights: Any, extra: Mapping[str, Array], *, spec: Any, bin
     out = _summed(flat, experts, choice.weights, weights["experts"], spec, axes)
     routing = None
     if "counted" in extra:
-        routing = _routing(choice, kept, extra, router.get("balance_bias"), bins, axes)
+        routing = _routing(choice, kept, extra, bins, axes)
     return out.astype(x.dtype).reshape(shape), routing
 
 
@@ -204,9 +213,7 @@ def _within_capacity(
     return (rank < capacity[:, None, None]).reshape(choice.experts.shape)
 
 
-def _routing(
-    choice: Choice, kept: Array, extra: Mapping[str, Array], bias: Array | None, bins: int, axes: _Axes
-) -> Routing:
+def _routing(choice: Choice, kept: Array, extra: Mapping[str, Array], bins: int, axes: _Axes) -> Routing:
     """Sum the statistics over every device that holds tokens."""
     counted = jax.lax.stop_gradient(extra["counted"].astype(jnp.float32))
     documents = extra.get("documents", jnp.zeros(counted.shape, jnp.int32))
@@ -219,8 +226,4 @@ def _routing(
     num_experts, top_k = choice.logits.shape[-1], choice.experts.shape[-1]
     even = jnp.sum(slots * shares, axis=-1) * num_experts / (top_k * jnp.maximum(tokens, 1e-20))
     sums = {name: total(value, everywhere) for name, value in sums.items()}
-    term = jnp.zeros(())
-    if bias is not None:
-        bias, load = bias.astype(jnp.float32), jax.lax.stop_gradient(sums["load"])
-        term = jnp.sum((bias - jax.lax.stop_gradient(bias)) * (load - jnp.mean(load)))
-    return Routing(**sums, balance=total(jnp.sum(even), axes.rows), bias_term=term)
+    return Routing(**sums, balance=total(jnp.sum(even), axes.rows), bias_term=jnp.zeros(()))

@@ -69,10 +69,14 @@ class ExpertsSpec:
                 f"alpha={self.alpha}, limit={self.limit}"
             )
         if self.shared_gate and self.shared is None:
-            raise ValueError("shared_gate=True needs a shared perceptron. Received: shared=None")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise ValueError(
-                f"capacity_factor must be positive or None. Received: capacity_factor={self.capacity_factor}"
+                "shared_gate=True needs a shared perceptron. Use shared=MlpSpec(features=...), or shared_gate=False. "
+                f"Received: shared_gate={self.shared_gate}, shared={self.shared}"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+            raise ValueError(
+                "capacity_factor must be positive and finite, or None to drop nothing. Received: "
+                f"capacity_factor={self.capacity_factor}"
             )
         self.router.check(self.num_experts)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dew.arrays import Array, Bool, Float, Int
+from dew.tree import map_named
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 GROUP_SCORES = ("max", "top2")
@@ -60,10 +61,18 @@ class RouterSpec:
                 f"group_score must be one of {', '.join(GROUP_SCORES)}. Received: group_score={self.group_score!r}"
             )
         if self.score == "softmax_of_chosen" and self.normalise:
-            raise ValueError("the weights of score='softmax_of_chosen' sum to 1 already; leave normalise=False")
+            raise ValueError(
+                "the weights of score='softmax_of_chosen' sum to 1 already; leave normalise=False. Received: "
+                f"score={self.score!r}, normalise={self.normalise}"
+            )
+        if not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale must be a finite number above 0; 1 changes nothing. Received: scale={self.scale}")
+        if self.groups < 1:
+            raise ValueError(f"groups must be 1, for none, or more. Received: groups={self.groups}")
         if not 1 <= self.top_groups <= self.groups:
             raise ValueError(
-                f"top_groups must lie in 1..groups. Received: top_groups={self.top_groups}, groups={self.groups}"
+                f"top_groups must lie in 1..groups; {self.groups} opens all groups. Received: "
+                f"top_groups={self.top_groups}, groups={self.groups}"
             )
 
     def check(self, num_experts: int) -> None:
@@ -76,16 +85,23 @@ class RouterSpec:
             ValueError: If the groups do not divide them, or fewer are open to a token than it needs.
         """
         if num_experts % self.groups:
-            raise ValueError(f"{self.groups} groups do not divide {num_experts} experts")
+            raise ValueError(
+                f"{self.groups} groups do not divide {num_experts} experts. Use groups={_divisors(num_experts)}. "
+                f"Received: groups={self.groups}, num_experts={num_experts}"
+            )
         size = num_experts // self.groups
         if self.top_k > self.top_groups * size:
+            more = f", or top_groups={fewest} or more" if (fewest := -(-self.top_k // size)) <= self.groups else ""
             raise ValueError(
                 f"top_k={self.top_k} exceeds the {self.top_groups * size} experts of {self.top_groups} of "
-                f"{self.groups} groups of {size}"
+                f"{self.groups} groups of {size}. Use top_k={self.top_groups * size} or less{more}. Received: "
+                f"top_k={self.top_k}, top_groups={self.top_groups}, groups={self.groups}, num_experts={num_experts}"
             )
         if self.group_score == "top2" and self.groups > 1 and size < 2:
             raise ValueError(
-                f"group_score='top2' needs groups of two or more experts; {self.groups} groups have {size}"
+                f"group_score='top2' needs groups of two or more experts; {self.groups} groups have {size}. Use "
+                f"groups={_divisors(num_experts, smallest_group=2)}, or group_score='max'. Received: "
+                f"groups={self.groups}, num_experts={num_experts}"
             )
 
 
@@ -108,7 +124,7 @@ class RouterTraining:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must not be negative. Received: {name}={value!r}")
+                raise ValueError(f"{name} must be a finite number of 0 or more. Received: {name}={value!r}")
 
     def check(self, routers: Sequence[RouterSpec]) -> None:
         """Refuse what the routers of a model leave without effect.
@@ -132,6 +148,12 @@ class RouterTraining:
             )
 
 
+def _divisors(num_experts: int, smallest_group: int = 1) -> str:
+    """List the numbers of equal groups."""
+    counts = (count for count in range(1, num_experts + 1) if num_experts % count == 0)
+    return " or ".join(str(count) for count in counts if count == 1 or num_experts // count >= smallest_group)
+
+
 def is_balance_bias(path: str) -> bool:
     """Say whether a leaf holds balance biases.
 
@@ -139,6 +161,41 @@ def is_balance_bias(path: str) -> bool:
         path: Its path, or the last part of it.
     """
     return path.rsplit("/", 1)[-1] == BALANCE_BIAS
+
+
+@jax.custom_vjp
+def excess_load(balance_bias: Float[Array, "E"], load: Float[Array, "E"]) -> Float[Array, ""]:
+    """Give zero, with the excess load of each expert as its gradient by the balance bias.
+
+    It is `E * load - sum(load)`: where tokens weigh 1 these are whole numbers, exact below 2^24, so that sums over
+    microbatches and the batches of a window are 0 where the load is even. Of what the zero is multiplied by only the
+    sign counts, as in `scaled_gradients`.
+
+    Args:
+        balance_bias: The biases.
+        load: Slots given to each expert.
+    """
+    return 0.0 * jnp.sum(load)  # a constant would not be mapped over stages, and idle ones would count with the others
+
+
+excess_load.defvjp(
+    lambda balance_bias, load: (excess_load(balance_bias, load), load.shape[-1] * load - jnp.sum(load)),
+    lambda excess, cotangent: (excess * jnp.sign(cotangent), None),
+)
+
+
+def scaled_gradients(gradients: Any, factor: Float[Array, ""]) -> Any:
+    """Multiply gradients, those of balance biases by the sign of the factor alone: products would round the counts.
+
+    Args:
+        gradients: Tree of gradients.
+        factor: What the loss was multiplied by, or is divided by.
+    """
+
+    def scaled(path: str, gradient: Array) -> Array:
+        return gradient * (jnp.sign(factor) if is_balance_bias(path) else factor).astype(gradient.dtype)
+
+    return map_named(scaled, gradients)
 
 
 @struct.dataclass
@@ -208,7 +265,7 @@ class Routing:
         entropy: Sum of the entropy of the shares over its greatest value, in 0..1.
         dropped: Slots that a capacity left out.
         tokens: Sum of the weights.
-        bias_term: Zero, with the excess load of each expert as its gradient by the router's balance bias.
+        bias_term: Zero, with the gradient of `excess_load` by the router's balance bias.
     """
 
     load: Any

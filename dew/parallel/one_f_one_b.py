@@ -35,6 +35,7 @@ class StagedModel:
         extra: (these sums of all stages and microbatches) -> what they add to the total, a linear function.
         score: (outer, activations, given) -> (total, further sums), the total a scalar to differentiate.
         pinned: (outer, weights of all stages) -> the same, where they live; for the sums of gradients.
+        scaled: (gradients, the total's cotangent) -> the gradients times it.
     """
 
     prepare: Callable[[Any], Any]
@@ -43,6 +44,7 @@ class StagedModel:
     extra: Callable[[Any], Array | float]
     score: Callable[[Any, Array, Any], tuple[Array, Any]]
     pinned: Callable[[Any, Any], tuple[Any, Any]]
+    scaled: Callable[[Any, Array], Any]
 
 
 def scheduled_loss(
@@ -100,9 +102,7 @@ def _forward(pipeline: Pipeline, model: StagedModel, table: Timetable, outer: An
 def _backward(
     pipeline: Pipeline, model: StagedModel, table: Timetable, gradients: Any, cotangents: tuple[Array, Any]
 ) -> Any:
-    by_total = cotangents[0]
-    scaled = jax.tree.map(lambda gradient: gradient * by_total.astype(gradient.dtype), gradients)
-    return *scaled, None
+    return *model.scaled(gradients, cotangents[0]), None
 
 
 _scheduled.defvjp(_forward, _backward)

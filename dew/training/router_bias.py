@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dew.nn.router import is_balance_bias
-from dew.training.optimizer import Optimizer
+from dew.training.optimizer import Optimizer, as_step_transformation
 from dew.tree import map_named
 
 
@@ -29,7 +29,7 @@ def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
     experts = (*getattr(module, "expert_layers", ()), *getattr(module, "prediction_experts", ()))
     if not any(spec.router.balance_bias for spec in experts):
         return optimizer
-    rate, inner = module.router_training.bias_rate, optimizer
+    rate, inner = module.router_training.bias_rate, as_step_transformation(optimizer)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         loads = gradients
@@ -37,7 +37,7 @@ def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
         updates, state = inner.update(gradients, state, params, **extra)
         return map_named(lambda path, leaf, load: _step(path, leaf, load, rate), updates, loads), state
 
-    return optimizer._replace(update=update)
+    return inner._replace(update=update)
 
 
 def _step(path: str, update: Any, load: Any, rate: float) -> Any:

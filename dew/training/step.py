@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dew.nn.router import scaled_gradients
 from dew.objectives.base import LossOutput, Objective, Ratio
 from dew.training.optimizer import Optimizer, StepTransformation, as_step_transformation
 from dew.training.state import Accumulator, TrainState, accumulation_dtype, empty_accumulator
@@ -171,7 +172,7 @@ def _divisor(loss: Ratio) -> jax.Array:
 
 
 def _scaled(gradients: Any, factor: jax.Array) -> Any:
-    return jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)) * factor, gradients)
+    return scaled_gradients(jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), gradients), factor)
 
 
 def _accumulated(

@@ -283,8 +283,10 @@ def test_an_expert_axis_that_does_not_divide_the_experts_is_refused():
         ({"limit": 7.0, "activation": "gelu"}, r"limit must be positive and replaces the activation.*'gelu'"),
         ({"alpha": 2.0}, r"belongs to the clamped form.*Received: alpha=2\.0, limit=None"),
         ({"alpha": 0.0, "limit": 7.0}, r"alpha must be positive.*Received: alpha=0\.0"),
-        ({"shared_gate": True}, r"shared_gate=True needs a shared perceptron"),
-        ({"capacity_factor": 0.0}, r"capacity_factor must be positive or None\. Received: capacity_factor=0\.0"),
+        ({"shared_gate": True}, r"shared_gate=True needs a shared perceptron\. Use shared=.*Received: .*shared=None"),
+        ({"capacity_factor": 0.0}, r"capacity_factor must be positive and finite, or None.*capacity_factor=0\.0"),
+        ({"capacity_factor": float("inf")}, r"capacity_factor must be positive and finite.*capacity_factor=inf"),
+        ({"capacity_factor": float("nan")}, r"capacity_factor must be positive and finite.*capacity_factor=nan"),
     ],
 )
 def test_a_spec_that_means_nothing_is_refused(fields, message):

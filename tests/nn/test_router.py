@@ -105,8 +105,16 @@ def test_sums_count_each_token_with_its_weight_and_each_document_apart():
         ({"top_k": 0}, r"at least one expert\. Received: top_k=0"),
         ({"top_k": 1, "score": "tanh"}, r"score must be one of softmax, softmax_of_chosen, sigmoid\. .*'tanh'"),
         ({"top_k": 1, "group_score": "mean"}, r"group_score must be one of max, top2\. .*'mean'"),
-        ({"top_k": 1, "score": "softmax_of_chosen", "normalise": True}, r"sum to 1 already; leave normalise=False"),
-        ({"top_k": 1, "groups": 2, "top_groups": 3}, r"top_groups must lie in 1\.\.groups\. .*top_groups=3, groups=2"),
+        (
+            {"top_k": 1, "score": "softmax_of_chosen", "normalise": True},
+            r"leave normalise=False\. .*normalise=True",
+        ),
+        ({"top_k": 1, "groups": 2, "top_groups": 3}, r"in 1\.\.groups; 2 opens all.*top_groups=3, groups=2"),
+        ({"top_k": 1, "groups": 0, "top_groups": 0}, r"groups must be 1, for none, or more\. Received: groups=0"),
+        ({"top_k": 1, "scale": 0.0}, r"scale must be a finite number above 0; .*Received: scale=0\.0"),
+        ({"top_k": 1, "scale": -2.5}, r"scale must be a finite number above 0; .*Received: scale=-2\.5"),
+        ({"top_k": 1, "scale": float("nan")}, r"scale must be a finite number above 0; .*Received: scale=nan"),
+        ({"top_k": 1, "scale": float("inf")}, r"scale must be a finite number above 0; .*Received: scale=inf"),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(fields, message):
@@ -117,11 +125,18 @@ def test_a_rule_that_means_nothing_is_refused(fields, message):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"top_k": 2, "groups": 5, "top_groups": 5}, r"5 groups do not divide 12 experts"),
-        ({"top_k": 4, "groups": 4, "top_groups": 1}, r"top_k=4 exceeds the 3 experts of 1 of 4 groups of 3"),
+        (
+            {"top_k": 2, "groups": 5, "top_groups": 5},
+            r"do not divide 12 experts\. Use groups=1 or 2 or 3 or 4 or 6 or 12\.",
+        ),
+        (
+            {"top_k": 4, "groups": 4, "top_groups": 1},
+            r"top_k=4 exceeds the 3 experts of 1 of 4 groups of 3\. Use top_k=3 or less, or top_groups=2 or more\.",
+        ),
+        ({"top_k": 13}, r"top_k=13 exceeds the 12 experts of 1 of 1 groups of 12\. Use top_k=12 or less\. Received"),
         (
             {"top_k": 2, "groups": 12, "top_groups": 4, "group_score": "top2"},
-            r"group_score='top2' needs groups of two or more experts; 12 groups have 1",
+            r"group_score='top2' .*; 12 groups have 1\. Use groups=1 or 2 or 3 or 4 or 6, or group_score='max'",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dew.nn.router import scaled_gradients
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.schedules import one_f_one_b_timetable
@@ -42,6 +43,7 @@ def one_f_one_b(rows):
         extra=lambda said: 0.0,
         score=lambda outer, x, given: (outer * jnp.sum(x), company(given)),
         pinned=lambda outer, weights: (outer, weights),
+        scaled=scaled_gradients,
     )
 
     table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)
@@ -81,6 +83,7 @@ def test_gradients_of_1f1b_are_those_of_the_formula_whatever_is_made_of_the_tota
             extra=lambda said: 0.125 * jnp.sum(said),
             score=lambda outer, x, given: (outer * jnp.sum(x), ()),
             pinned=lambda outer, weights: (outer, weights),
+            scaled=scaled_gradients,
         )
         pipeline = current_pipeline()
         table = one_f_one_b_timetable(pipeline.stages, pipeline.microbatches)

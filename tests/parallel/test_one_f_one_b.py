@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dew.nn.router import scaled_gradients
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
 from dew.parallel.schedules import IDLE, Timetable, one_f_one_b_timetable
 from dew.parallel.stages import Pipeline
@@ -34,6 +35,7 @@ MODEL = StagedModel(
     extra=lambda said: 0.3 * jnp.sum(said["seen"]),
     score=score,
     pinned=lambda outer, weights: (outer, weights),
+    scaled=scaled_gradients,
 )
 
 

@@ -201,7 +201,10 @@ def test_gemma_layers_alternate_and_gemma_3_layers_have_bases_of_their_own(copie
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k=5 exceeds the 4 experts of 1 of 1 groups of 4"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise=0\.1"),
-        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must not be negative"),
+        *[
+            ("mixtral", {"router_aux_loss_coef": value}, "router_aux_loss_coef must be a finite number of 0 or more")
+            for value in (-1, "x", True, float("inf"), float("nan"))
+        ],
         ("qwen2_moe", {"mlp_only_layers": [7]}, "mlp_only_layers must list numbers of the 3 layers"),
         ("qwen3_moe", {"num_experts": 7}, "num_experts and num_local_experts disagree"),
         ("granitemoe", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported"),

@@ -471,7 +471,10 @@ class CausalTransformer(nn.Module):
         """
         pipeline = current_pipeline()
         if pipeline is None:
-            raise ValueError("token_loss follows a pipeline's schedule; the mesh in context has stage=1.")
+            raise ValueError(
+                "token_loss follows a pipeline's schedule. Enter a mesh with stage=2 or more by jax.set_mesh, or score "
+                "the logits of a call; LanguageModel chooses by itself. Received: a mesh in context with stage=1"
+            )
         refuse_float16(self.dtype)
         scored = {"tokens": tokens, "targets": targets, "weights": weights}
         documents = {"positions": positions, "segment_ids": segment_ids}

@@ -17,7 +17,7 @@ from dew.nn.backbones.banks import Segment, bank_name, logical_names
 from dew.nn.backbones.loops import by_layer, rotary_of, whole_surroundings
 from dew.nn.backbones.staging import staged_segment
 from dew.nn.block import RESIDUAL_NAMES
-from dew.nn.router import Routing
+from dew.nn.router import Routing, scaled_gradients
 from dew.nn.sharding import constrain, constrain_weights
 from dew.parallel.gpipe import through_stages
 from dew.parallel.one_f_one_b import StagedModel, scheduled_loss
@@ -168,4 +168,4 @@ class PipelinedDecoder:
             routing = self._routing(said)
             return router_loss(routing) if routing and router_loss is not None else 0.0
 
-        return StagedModel(prepare, embed, self._stage(counted), extra, score, pinned)
+        return StagedModel(prepare, embed, self._stage(counted), extra, score, pinned, scaled_gradients)

@@ -86,7 +86,7 @@ def refuse_float16(dtype: Any) -> None:
     if jnp.dtype(dtype) == jnp.float16:
         raise ValueError(
             "schedule='1f1b' computes gradients before a loss scale is known, which float16 needs. Use "
-            "dtype='bfloat16' or schedule='gpipe'."
+            f"dtype='bfloat16' or schedule='gpipe'. Received: dtype={jnp.dtype(dtype).name}"
         )
 
 

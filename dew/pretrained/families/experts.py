@@ -70,7 +70,8 @@ def router_training_of(fields: Fields, top_k: int, default_coefficient: float = 
     coefficient = fields.get("router_aux_loss_coef", default_coefficient)
     if type(coefficient) not in (int, float) or not 0 <= coefficient < float("inf"):
         raise CheckpointError(
-            f"{fields.where}: router_aux_loss_coef must not be negative. Received: router_aux_loss_coef={coefficient!r}"
+            f"{fields.where}: router_aux_loss_coef must be a finite number of 0 or more. Received: "
+            f"router_aux_loss_coef={coefficient!r}"
         )
     return RouterTraining(balance_loss=coefficient * top_k if fields.flag("output_router_logits", False) else 0.0)
 

@@ -99,7 +99,9 @@ def test_1f1b_is_refused_for_another_objective_and_in_float16_when_the_trainer_i
     with pytest.raises(ValueError, match=text):
         Trainer(Squares(module), "sgd", mesh=mesh)
     narrow = module.clone(dtype="float16")
-    with pytest.raises(ValueError, match=r"a loss scale is known, which float16 needs. Use dtype='bfloat16'"):
+    with pytest.raises(
+        ValueError, match=r"a loss scale is known, which float16 needs. Use dtype='bfloat16' .*Received: dtype=float16"
+    ):
         Trainer(LanguageModel(narrow), dynamic_loss_scale(optax.sgd(0.1)), mesh=mesh)
     Trainer(Squares(module.clone(schedule="gpipe")), "sgd", mesh=mesh)
     for allowed in (module, narrow):
@@ -125,13 +127,15 @@ def test_1f1b_is_refused_for_another_loss_and_in_float16_where_a_module_is_calle
     module, tokens = tiny_decoder(schedule="1f1b"), jnp.zeros((8, 4), jnp.int32)
     variables = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     score = functools.partial(jax.eval_shape, functools.partial(module.apply, method="token_loss"), variables)
-    with pytest.raises(ValueError, match=r"token_loss follows a pipeline's schedule; the mesh in context has stage=1"):
+    with pytest.raises(
+        ValueError, match=r"token_loss follows a pipeline's schedule\. .*stage=2 or more.*Received: .*stage=1"
+    ):
         score(tokens, tokens, jnp.ones((8, 4)))
     with jax.set_mesh(build_mesh(MeshSpec(stage=2))):
         with pytest.raises(ValueError, match=r"loss='auto' of the facade, only.*Received: a call with train=True"):
             jax.eval_shape(functools.partial(module.apply, train=True), variables, tokens)
         narrow = functools.partial(module.clone(dtype="float16").apply, method="token_loss")
-        with pytest.raises(ValueError, match=r"a loss scale is known, which float16 needs. Use dtype"):
+        with pytest.raises(ValueError, match=r"a loss scale is known, which float16 needs.*Received: dtype=float16"):
             jax.eval_shape(narrow, variables, tokens, tokens, jnp.ones((8, 4)))
 
 
