@@ -150,7 +150,8 @@ class Model(StepMethods, WeightVerbs):
         if not value:
             raise ValueError(
                 "trainable=False is not available: a model's parameters are all trained. Freeze parts with an optax "
-                "transformation, such as optax.multi_transform with optax.set_to_zero() for them. Received: "
+                "transformation, such as optax.multi_transform with optax.set_to_zero() for them; balance biases of "
+                "routers stay with RouterTraining(bias_rate=0). Received: "
                 f"trainable={value!r}"
             )
 

@@ -74,7 +74,7 @@ def _layers(engine: Engine) -> list[str]:
         return [
             *attention_report(module, mesh=mesh, **rows),
             *cache_report(module, mesh=decode_mesh(mesh)),
-            *experts_report(module, mesh=mesh, **rows),
+            *experts_report(module, mesh=mesh, **rows, microbatches=engine.microbatches),
         ]
 
 

@@ -29,7 +29,7 @@ def share_of(num_tokens: int, top_k: int, devices: int) -> int:
     return min(num_tokens, -(-even // 8) * 8)
 
 
-def share_bytes(num_tokens: int, top_k: int, devices: int, width: int, item_bytes: int) -> tuple[int, int]:
+def share_bytes(num_tokens: int, top_k: int, devices: int, width: int, item_bytes: int) -> tuple[int, int, int]:
     """Count the bytes of the results of one share's collectives on one device; (devices - 1) / devices are sent.
 
     Args:
@@ -40,10 +40,12 @@ def share_bytes(num_tokens: int, top_k: int, devices: int, width: int, item_byte
         item_bytes: Bytes of a number of it.
 
     Returns:
-        Those of the forward pass, and those of the backward pass of the first share.
+        Those of the forward pass, of the backward pass of the first share, and of that of a further one.
     """
     slots = devices * share_of(num_tokens, top_k, devices)
-    return slots * (2 * width * item_bytes + 8 * top_k), slots * (2 * width * item_bytes + 4 * top_k)
+    there, back = width * item_bytes + 8 * top_k, width * item_bytes
+    cotangents = 2 * width * item_bytes + 4 * top_k
+    return slots * (there + back), slots * cotangents, slots * (there + cotangents)
 
 
 def exchanged(

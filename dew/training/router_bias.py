@@ -20,7 +20,8 @@ def with_router_biases(optimizer: Optimizer, module: Any) -> Optimizer:
 
     Args:
         optimizer: What updates everything else. It sees zeros for the gradients of biases, so that they have no part in
-            a norm, and neither its moments nor its weight decay move them.
+            a norm, and neither its moments nor its weight decay move them. Nor does freezing hold them: `bias_rate=0`
+            does.
         module: The module under training; one without such routers leaves the optimizer as it is.
 
     Returns:
