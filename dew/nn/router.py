@@ -254,8 +254,7 @@ def _open(ranked: Float[Array, "N E"], spec: RouterSpec) -> Bool[Array, "N E"]:
     return jnp.repeat(is_open, grouped.shape[-1], axis=-1)
 
 
-@struct.dataclass
-class Routing:
+class Routing(struct.PyTreeNode):
     """Sums over the counted tokens of one layer; every token adds its weight.
 
     Attributes:
