@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dew.nn.router import RouterSpec, RouterTraining, Routing, choose, router_loss, routing_sums
+from dew.nn.router import RouterSpec, RouterTraining, Routing, choose, excess_load, router_loss, routing_sums
 from tests.nn.slow_experts import slow_choice
 
 N, E = 40, 12
@@ -69,6 +69,16 @@ def test_the_loss_of_routers_is_the_mean_over_layers_of_each_loss_by_its_weight(
     # The balance biases of all layers have their own gradient each: nothing is averaged.
     moved = dataclasses.replace(training, bias_rate=0.01)
     np.testing.assert_allclose(router_loss(layers, moved), 0.5 * 4 + 0.1 * 25 + 0.75, rtol=1e-6)
+
+
+def test_the_gradient_of_a_bias_is_a_count_whatever_its_zero_is_multiplied_by():
+    load, factors = jnp.array([[3.0, 0.0, 1.0], [2.0, 2.0, 1.0], [2.0, 2.0, 2.0]]), jnp.array([1 / 7, 0.0, 0.1])
+
+    def total(biases):
+        return jnp.sum(jax.vmap(excess_load)(biases, load) * factors)
+
+    assert total(jnp.ones((3, 3))) == 0
+    np.testing.assert_array_equal(jax.grad(total)(jnp.ones((3, 3))), [[5, -4, -1], [0, 0, 0], [0, 0, 0]])
 
 
 def test_sums_count_each_token_with_its_weight_and_each_document_apart():
