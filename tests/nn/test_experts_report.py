@@ -69,9 +69,11 @@ def test_layers_that_predict_further_tokens_run_behind_a_pipeline_on_the_whole_b
     module = tiny_decoder(layers=(SPARSE,) * 2, prediction=PredictionSpec(layer=SPARSE))
     pair = experts_report(module, mesh=planned_mesh({"expert": 2, "stage": 2}), num_tokens=16, microbatches=3)
     assert "in each of the 4 ticks of a pipeline 16 tokens of a device send" in pair[0]
-    assert pair[1].startswith("experts of 1 layer: ") and "; 48 tokens of a device send" in pair[1]
+    assert pair[1].startswith("experts of 1 layer: ")
+    assert "; 48 tokens of a device send" in pair[1]
     (line,) = experts_report(module, mesh=planned_mesh({"expert": 2}), num_tokens=16)
-    assert line.startswith("experts of 3 layers: ") and "; 16 tokens of a device send" in line
+    assert line.startswith("experts of 3 layers: ")
+    assert "; 16 tokens of a device send" in line
 
 
 def test_a_plan_says_it():
