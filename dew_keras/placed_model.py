@@ -169,7 +169,8 @@ class PlacedModel:
             precision: Compute and storage dtypes; None means the checkpoint's.
 
         Raises:
-            ValueError: If the mesh does not fit the devices, or an option does not fit the module.
+            ValueError: If the mesh does not fit the devices, an option does not fit the module, or a built mesh has
+                stages: it does not say how many microbatches they run.
             LayoutRefused: If the layout leaves too much whole on the mesh.
         """
         self._check_open()
@@ -183,6 +184,7 @@ class PlacedModel:
                 check_row_length(module, new_mesh, compiled.sequence_length)
         refuse_unstaged(new_mesh.shape[STAGE], module)
         refuse_unscheduled(module, new_mesh.shape[STAGE], scored_by)
+        microbatches = microbatches_of(mesh)
         # Built first: what is refused must leave the model as it was.
         fresh = PlacedModel(module, preset=self.preset, variables=None, seed=self.seed)
         fresh._mesh_given, fresh.layout = new_mesh, layout or Layout()
@@ -198,7 +200,7 @@ class PlacedModel:
             # An open window of another length cannot be finished; its batches are dropped.
             self.state = self.state.replace(accumulator=None, microstep=jnp.zeros((), jnp.int32))
         self.module, self.compiled, self._mesh_given = module, compiled, new_mesh
-        self.microbatches = microbatches_of(mesh)
+        self.microbatches = microbatches
         self.layout, self._compute, self._storage = fresh.layout, *precision
         self._master = "bfloat16" if precision == ("bfloat16", "bfloat16") else "float32"
         self._init = None

@@ -292,16 +292,38 @@ def stages_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:
     return mesh.shape.get("stage", 1) if isinstance(mesh, Mesh) else getattr(mesh, "stage", 1)
 
 
-def microbatches_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:
-    """Say how many microbatches a pipeline on a mesh runs: as many as it asks for, or one per stage.
+def microbatches_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None, asked: int | None = None) -> int:
+    """Say how many microbatches a pipeline on a mesh runs, before it is built: one per stage where nothing says it.
+
+    A built mesh is its devices and axes, and keeps nothing of the microbatches of the spec that it was built from.
 
     Args:
-        mesh: Any spelling that `as_mesh` takes. A built mesh asks for nothing.
+        mesh: Any spelling that `as_mesh` takes.
+        asked: Microbatches asked for beside the mesh; None takes those of the mesh.
 
     Returns:
         The number; 1 without a pipeline.
+
+    Raises:
+        ValueError: If the number asked for is not positive or needs stages that the mesh lacks, or if none is asked for
+            and the mesh is built and has stages.
     """
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1):
+        raise ValueError(f"microbatches must be a positive integer or None. Received: microbatches={asked!r}")
+    stages = stages_of(mesh)
+    if stages == 1:
+        if asked not in (None, 1):
+            raise ValueError(
+                f"microbatches={asked} needs a pipeline, but the mesh has stage=1. "
+                "Give it stage > 1 or leave microbatches out."
+            )
+        return 1
+    if asked is not None:
+        return asked
     if isinstance(mesh, Mesh):
-        return mesh.shape.get("stage", 1)
-    asked = mesh if isinstance(mesh, Mapping) else {} if mesh is None else dataclasses.asdict(mesh)
-    return asked.get("microbatches") or asked.get("stage", 1)
+        raise ValueError(
+            f"A built mesh with stage={stages} does not say how many microbatches its pipeline runs. Give the MeshSpec "
+            f"or the mapping that says it, or a Trainer microbatches= beside the mesh (one per stage is {stages})."
+        )
+    given = mesh.get("microbatches") if isinstance(mesh, Mapping) else getattr(mesh, "microbatches", None)
+    return given or stages

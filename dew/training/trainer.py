@@ -50,7 +50,8 @@ class Trainer:
         key: Seed of the run: initial values, dropout.
         mesh: A `MeshSpec`, a mapping of its fields, a mesh, or None for all devices on data.
         layout: Where arrays live; None takes the default rules.
-        microbatches: Microbatches of a pipeline; None takes those of the `MeshSpec`, or one per stage.
+        microbatches: Microbatches of a pipeline; None takes those of the `MeshSpec`, or one per stage. A built mesh
+            with stages does not say it, and needs it.
         accumulation: Batches per optimizer update; their totals and masses are summed and
             divided once.
         checkpoints: Where runs are saved and resumed from; None saves nothing.
@@ -61,7 +62,8 @@ class Trainer:
 
     Raises:
         ValueError: If the optimizer's name is unknown, `accumulation` is not positive, a step of your own is to be
-            accumulated, or the schedule of a pipeline cannot train the objective.
+            accumulated, the schedule of a pipeline cannot train the objective, or `microbatches` is missing or has no
+            stages.
         LayoutRefused: If the mesh has stages that the module's layers do not divide into.
         TypeError: If `optimizer` is neither a name nor an optax transformation.
     """
@@ -96,7 +98,7 @@ class Trainer:
         self.layout = Layout() if layout is None else layout
         self.accumulation = accumulation
         self.checkpoints = checkpoints
-        self._mesh_given, self._microbatches_given = mesh, microbatches
+        self._mesh_given, self._microbatches = mesh, microbatches_of(mesh, microbatches)
         self._step, self._carry, self._is_eager = step, carry, is_eager
 
     @functools.cached_property
@@ -111,7 +113,7 @@ class Trainer:
     @property
     def microbatches(self) -> int:
         """How many microbatches a pipeline cuts each device's rows into; 1 without stages."""
-        return self._microbatches_given or microbatches_of(self._mesh_given)
+        return self._microbatches
 
     @property
     def stacks(self) -> StackView:

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import dew_keras
+from dew.placement.mesh import build_mesh
 from dew_keras import TopK
 from tests.dew_keras.nets import Linear, TwoHeads, refused, rows
 from tests.tiny import tiny_decoder
@@ -110,6 +111,12 @@ def test_1f1b_is_refused_at_compile_for_another_loss_than_the_token_cross_entrop
         model.compile(loss=given, mesh={"stage": 2})
         assert model.module.schedule == "gpipe"
     dew_keras.Model(tiny_decoder()).compile(**settings)
+
+
+def test_a_built_mesh_with_stages_is_refused_since_it_does_not_say_its_microbatches(decoder):
+    mesh = build_mesh(dew_keras.MeshSpec(stage=2, microbatches=4))
+    with refused(decoder, r"built mesh with stage=2 does not say how many microbatches its pipeline runs"):
+        decoder.compile(mesh=mesh)
 
 
 def test_a_layout_must_be_a_layout():

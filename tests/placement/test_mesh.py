@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from dew.placement.mesh import AXES, MeshSpec, as_mesh, batch_divisor, build_mesh, device_grid
+from dew.placement.mesh import AXES, MeshSpec, as_mesh, batch_divisor, build_mesh, device_grid, microbatches_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,37 @@ def test_a_factor_is_a_positive_integer(field, value):
 def test_microbatches_need_stages():
     with pytest.raises(ValueError, match="microbatches=4 needs a pipeline, but stage=1"):
         MeshSpec(microbatches=4)
+
+
+@pytest.mark.parametrize(
+    "mesh, asked, count",
+    [
+        (MeshSpec(stage=2), None, 2),
+        (MeshSpec(stage=2, microbatches=4), None, 4),
+        ({"stage": 2, "microbatches": 4}, None, 4),
+        (MeshSpec(stage=2, microbatches=4), 6, 6),
+        (None, None, 1),
+    ],
+)
+def test_microbatches_are_those_asked_for_or_one_per_stage(mesh, asked, count):
+    assert microbatches_of(mesh, asked) == count
+
+
+def test_a_built_mesh_runs_the_microbatches_asked_for_beside_it():
+    assert microbatches_of(build_mesh(MeshSpec(stage=2)), 4) == 4
+    assert microbatches_of(build_mesh(MeshSpec(fsdp=2))) == microbatches_of(build_mesh(MeshSpec(fsdp=2)), 1) == 1
+
+
+def test_a_built_mesh_with_stages_does_not_say_its_microbatches():
+    built = build_mesh(MeshSpec(stage=2, microbatches=4))
+    assert built is build_mesh(MeshSpec(stage=2)), "jax keeps one mesh of the same devices and axes"
+    with pytest.raises(ValueError, match=r"built mesh with stage=2 does not say how many microbatches.*Give the MeshS"):
+        microbatches_of(built)
+    with pytest.raises(ValueError, match=r"microbatches=4 needs a pipeline, but the mesh has stage=1"):
+        microbatches_of(build_mesh(MeshSpec(fsdp=2)), 4)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"must be a positive integer or None. Received: microbatches={wrong}"):
+            microbatches_of(built, wrong)
 
 
 def test_factors_that_do_not_divide_are_refused_with_those_that_do():

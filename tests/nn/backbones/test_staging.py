@@ -139,6 +139,13 @@ def test_1f1b_is_refused_for_another_loss_and_in_float16_where_a_module_is_calle
             jax.eval_shape(narrow, variables, tokens, tokens, jnp.ones((8, 4)))
 
 
+def test_a_trainer_on_a_built_mesh_with_stages_is_told_its_microbatches():
+    run, mesh = LanguageModel(tiny_decoder()), build_mesh(MeshSpec(stage=2))
+    with pytest.raises(ValueError, match=r"stage=2 does not say how many microbatches"):
+        Trainer(run, "sgd", mesh=mesh)
+    assert Trainer(run, "sgd", mesh=mesh, microbatches=4).microbatches == 4
+
+
 def test_microbatches_that_do_not_divide_the_rows_of_a_device_are_refused():
     # Two rows on each of 4 devices: 4 microbatches divide the batch, not what a device holds.
     trainer = Trainer(LanguageModel(tiny_decoder()), "sgd", mesh=MeshSpec(stage=2, microbatches=4))
