@@ -73,9 +73,9 @@ def length_refusal(length: int, slices: int, taps: int) -> str | None:
     least = max(taps - 1, 1)
     if slices == 1 or (length % slices == 0 and length // slices >= least):
         return None
+    reads = f" into slices of at least {least} tokens (their convolution reads as many back)" if taps > 1 else ""
     return (
-        f"Layers with a state on sequence={slices} need a length that {slices} divides into slices of at least {least} "
-        f"tokens (their convolution reads {least} tokens back), which {length} is not."
+        f"Layers with a state on sequence={slices} need a length that {slices} divides{reads}, which {length} is not."
     )
 
 

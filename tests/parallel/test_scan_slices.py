@@ -15,6 +15,7 @@ from dew.parallel.ssm_scan import ScanWeights, convolve_and_scan
 from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.rules import DEFAULT_RULES
+from tests.parallel.traced import traced_bytes
 from tests.tools.test_collectives import tool
 
 B, T, N, H, P, W = 4, 48, 4, 3, 5, 4
@@ -81,6 +82,12 @@ def gradients(name):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
+def narrow(arguments):
+    """Round streams, as a layer that computes in bfloat16 gives them."""
+    streams, *rest = arguments
+    return (jax.tree.map(lambda each: each.astype(jnp.bfloat16), streams), *rest)
+
+
 @functools.cache
 def on_one_device(name):
     with jax.set_mesh(build_mesh(MeshSpec(), jax.devices()[:1])):
@@ -98,7 +105,22 @@ def test_a_mesh_computes_what_one_device_does(mesh, name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * scale)
 
 
-def counted(name, shape):
+@pytest.mark.parametrize("name", ["one group", "delta"])
+def test_streams_in_bfloat16_are_scanned_as_on_one_device_and_send_halves_of_bytes(name):
+    arguments, starts, _ = inputs(name)
+    mesh = build_mesh(MESHES["sequence=2"])
+    with jax.set_mesh(mesh):
+        got, y = gradients(name)(narrow(arguments), starts)
+        traced = traced_bytes(jax.make_jaxpr(gradients(name))(narrow(arguments), starts))
+    assert traced == {"collective-permute": 2 * counted(name, dict(mesh.shape), itemsize=2)[1]}
+    rounded = jax.tree.map(lambda each: each.astype(jnp.float32), narrow(arguments))
+    with jax.set_mesh(build_mesh(MeshSpec(), jax.devices()[:1])):
+        want, want_y = gradients(name)(rounded, starts)
+    for ours, theirs in zip(jax.tree.leaves((got, y)), jax.tree.leaves((want, want_y)), strict=True):
+        np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=0, atol=5e-2 * np.abs(theirs).max())
+
+
+def counted(name, shape, itemsize=4):
     """The formula for one device of a mesh of this shape."""
     scan, groups = SCANS[name]
     is_delta = scan is convolve_and_correct
@@ -107,15 +129,15 @@ def counted(name, shape):
         rows=B // (shape["data"] * shape["fsdp"]),
         heads=(KEYS if is_delta else N) // shape["tensor"],
         head_dim=R * H if is_delta else H,
-        groups=groups // shape["tensor"] if is_delta else groups,
+        groups=groups if groups == 1 else groups // shape["tensor"],
         state_size=P,
         taps=W,
-        itemsize=4,
+        itemsize=itemsize,
         transition=R * P * P if is_delta else 1,
     )
 
 
-@pytest.mark.parametrize("name", ["one group", "delta"])
+@pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize(
     "mesh, shifts",
     [("sequence=2", 2), ("sequence=2 tensor=2 fsdp=2", 2), ("sequence=4 tensor=2", 4), ("sequence=8", 5)],
@@ -138,6 +160,15 @@ def test_the_shifts_are_those_of_the_formula(mesh, shifts, name):
     assert sent[0] == shifts
 
 
+@pytest.mark.parametrize("name", SCANS)
+def test_the_backward_pass_shifts_as_much_the_other_way(name):
+    arguments, starts, _ = inputs(name)
+    mesh = build_mesh(MESHES["sequence=4 tensor=2"])
+    with jax.set_mesh(mesh):
+        traced = traced_bytes(jax.make_jaxpr(gradients(name))(arguments, starts))
+    assert traced == {"collective-permute": 2 * counted(name, dict(mesh.shape))[1]}
+
+
 def test_one_slice_sends_nothing():
     assert counted("delta", {"sequence": 1, "data": 1, "fsdp": 1, "tensor": 1}) == (0, 0)
 
@@ -149,6 +180,11 @@ def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(length
     ):
         check_length(length, slices, W)
     check_length(nearest, slices, W)
+
+
+def test_a_convolution_of_one_tap_is_not_said_to_read_back():
+    with pytest.raises(LayoutRefused, match=r"sequence=4 need a length that 4 divides, which 50 is not"):
+        check_length(50, 4, 1)
 
 
 @pytest.mark.parametrize("name", ["one group", "delta"])
