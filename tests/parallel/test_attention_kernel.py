@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax._src.cudnn.fused_attention_stablehlo as fused
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dew.kernels import attention_blocks, attention_choice, attention_tpu, attention_xla
 from dew.kernels.attention import attention, consecutive_visibility
 from dew.parallel.attention_kernel import sharded_attention
+from dew.parallel.exchange import sequence_attention
 from dew.placement import MeshSpec, build_mesh
 from dew.planning.hlo import array_shapes
 
@@ -111,3 +113,52 @@ def test_decoding_on_more_devices_than_kv_heads_reads_the_cache_where_it_lies():
     # One key/value head: a copy for each of a device's four query heads would be four times the cache.
     sizes = [np.prod(shape) for _, shape in array_shapes(program.as_text())]
     assert max(sizes) == rows * slots * width
+
+
+def test_on_whole_rows_inside_an_exchange_the_kernel_gives_what_plain_operations_give(calls):
+    shards, length = 2, 256
+    mesh = build_mesh(MeshSpec(sequence=shards), jax.devices()[:shards])
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = jax.random.normal(keys[0], (1, length, 4, H))
+    key, value = (jax.random.normal(k, (1, length, 2, H)) for k in keys[1:3])
+    sinks = jax.random.normal(keys[3], (4,))
+    segments = jnp.sort(jax.random.randint(jax.random.key(5), (1, length), 1, 4), axis=1)
+    visibility = consecutive_visibility(length, length, query_segments=segments, key_segments=segments, window=150)
+
+    def results(of):
+        def loss(*inputs):
+            *heads, sinks = inputs
+            return jnp.sum(jnp.sin(of(*heads, visibility=visibility, scale=0.125, softcap=3.0, sinks=sinks)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(query, key, value, sinks)
+
+    want = results(
+        lambda q, k, v, **rest: attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), implementation="xla", **rest)
+    )
+    with jax.set_mesh(mesh):
+        got = results(sequence_attention)
+    assert set(calls) == {((1, length, 2, H), (1, 1, length, H))}
+    for found, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6 * float(jnp.max(jnp.abs(expected))))
+
+
+@pytest.mark.parametrize("mesh, of", [({}, sharded_attention), ({"sequence": 2}, sequence_attention)])
+def test_a_gpu_runs_cudnn_with_its_window_where_the_choice_says_so(monkeypatch, mesh, of):
+    hopper = attention_choice.Accelerator(platform="cuda", capability=(9, 0), cudnn=91000)
+    monkeypatch.setattr(attention_choice, "accelerator", lambda: hopper)
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    devices = jax.devices()[: MeshSpec(**mesh).reserved]
+    heads = (1, 256, 4, H), (1, 256, 2, H), (1, 256, 2, H)
+    heads = heads if mesh else (heads[0], *((1, 2, 256, H),) * 2)
+    visibility = functools.partial(consecutive_visibility, 256, 256, window=100)
+
+    def loss(*heads):
+        return jnp.sum(of(*heads, visibility=visibility(), scale=0.125).astype(jnp.float32))
+
+    with jax.set_mesh(build_mesh(MeshSpec(**mesh), devices)):
+        run = jax.jit(jax.grad(loss, (0, 1, 2)))
+        traced = run.trace(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in heads))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
+    assert re.findall(r"custom_call @__cudnn\$(\w+)", text) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {"100"}
+    assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {"CAUSAL"}
