@@ -25,6 +25,7 @@ __all__ = [
     "build_mesh",
     "device_grid",
     "microbatches_of",
+    "spec_of_factors",
     "stages_of",
 ]
 
