@@ -4,6 +4,7 @@ The variables are set before anything imports JAX.
 """
 
 import collections
+import gc
 import importlib.util
 import os
 import pathlib
@@ -55,6 +56,14 @@ def bounded_programs() -> Iterator[None]:
     """Drop compiled programs behind a module where there are many; the next ones read them from the disk."""
     yield
     bound_programs()
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Let `gc.collect()` look at what the test makes: over all that hundreds of tests left, each takes a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

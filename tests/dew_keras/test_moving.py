@@ -34,6 +34,7 @@ def peak(monkeypatch):
     return found
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_one_array_is_there_twice_at_most(peak):
     model, optimizer = dew_keras.Model(tiny_decoder(num_layers=2)), keras.optimizers.Adam(0.05)
     model.compile(optimizer, mesh={"fsdp": 8}, layout=LAYOUT)

@@ -26,6 +26,7 @@ from dew.planning import planned_mesh
 from dew.tree import named_leaves
 from tests.tiny import tiny_decoder, tiny_layer
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 ROWS = 64
 
 
