@@ -42,6 +42,7 @@ class Compiled:
         sampler: How `generate` draws unless it is told, or None for the checkpoint's own way.
         sequence_length: Positions of a row made from texts; None takes the longest text.
         packing: Whether texts share rows.
+        mtp_weight: Weight of further tokens, as `dew.objectives.LanguageModel`.
         is_eager: Whether steps run operation by operation.
         per_execution: Batches per compiled program.
         arguments: What `compile` was given, by name.
@@ -57,6 +58,7 @@ class Compiled:
     sampler: Strategy | None = None
     sequence_length: int | None = None
     packing: bool = False
+    mtp_weight: float | None = None
     is_eager: bool = False
     per_execution: int = 1
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -142,6 +144,7 @@ def resolve_compile(arguments: Mapping[str, Any], *, is_language_model: bool, is
         sampler=None if given["sampler"] == "auto" else resolve_sampler(given["sampler"]),
         sequence_length=_sequence_length(given["sequence_length"]),
         packing=_packing(given["packing"]),
+        mtp_weight=given["mtp_weight"],
         is_eager=is_eager,
         per_execution=_count("steps_per_execution", given["steps_per_execution"]),
         arguments=given,

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.inference.decode_mesh import move_leaf_by_leaf
 from dew.objectives.language import LanguageModel, check_token_ids
+from dew.objectives.prediction import PREDICTION_LOSS, checked_weight
 from dew.objectives.routing import ROUTING_METRICS
 from dew.placement.partition import WholeBatch, shard_batch
 from dew.training.optimizer import as_step_transformation
@@ -67,7 +68,9 @@ class Engine(RestoresRuns, PlacedModel):
             ValueError: As there, and if an option does not fit what the model's class overrides.
         """
         self._check_overrides(compiled)
-        super().configure(compiled, scored_by=self._scored_by(compiled), **settings)
+        scored_by = self._scored_by(compiled)
+        self._check_prediction(compiled, scored_by)
+        super().configure(compiled, scored_by=scored_by, **settings)
         self._trainer = self._objective = self._steps = None
         self.__dict__.pop("predictor", None)
         self._adopt_waiting()
@@ -85,6 +88,16 @@ class Engine(RestoresRuns, PlacedModel):
                 f"{type(self._model).__name__} overrides {own}; such a step applies its update itself. Use "
                 "accumulation=1, and no gradient_accumulation_steps of the optimizer. Received: "
                 f"accumulation={compiled.accumulation}"
+            )
+
+    def _check_prediction(self, compiled: Compiled, scored_by: str | None) -> None:
+        """Refuse a loss under which layers that predict further tokens would only decay."""
+        checked_weight(compiled.mtp_weight, self.module)
+        if scored_by is not None and getattr(self.module, "prediction", None) is not None:
+            raise ValueError(
+                "Layers that predict further tokens are trained by loss='auto' alone, and this module has some. Use "
+                "that, or a module without them: from_preset(prediction_layers=False) or clone(prediction=None). "
+                f"Received: {scored_by}"
             )
 
     def _scored_by(self, compiled: Compiled) -> str | None:
@@ -137,7 +150,7 @@ class Engine(RestoresRuns, PlacedModel):
         compiled = self.compiled
         assert compiled is not None, "verbs check that the model is compiled"
         if self.is_language_model and isinstance(compiled.loss, str) and compiled.loss == "auto":
-            self._objective = LanguageModel(self._training_module())
+            self._objective = LanguageModel(self._training_module(), compiled.mtp_weight)
             return self._objective
         if compiled.loss is None and not self.overrides & {"compute_loss", "train_step"}:
             raise ValueError(
@@ -250,7 +263,7 @@ class Engine(RestoresRuns, PlacedModel):
         assert self.compiled is not None, "verbs check that the model is compiled"
         logs = self._objective.report(statistics)
         if isinstance(self._objective, LanguageModel):
-            shown = ("loss", *self.compiled.language_metrics, *ROUTING_METRICS)
+            shown = ("loss", *self.compiled.language_metrics, *ROUTING_METRICS, PREDICTION_LOSS)
             logs = {name: value for name, value in logs.items() if name in shown}
         return dict(sorted(logs.items()))
 

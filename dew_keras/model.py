@@ -74,6 +74,7 @@ class Model(StepMethods, WeightVerbs):
         *,
         revision: str | None = None,
         tokenizer: Tokenizer | None = None,
+        prediction_layers: bool = True,
         seed: int = 0,
     ) -> Model:
         """Describe a checkpoint as a model; its weights are read when a mesh is known.
@@ -83,13 +84,14 @@ class Model(StepMethods, WeightVerbs):
             load_weights: Whether to take the weights; otherwise the model starts from random ones.
             revision: Branch, tag or commit of a repository.
             tokenizer: Taken in place of the checkpoint's own.
+            prediction_layers: Whether to take layers that predict further tokens where there are any.
             seed: As `Model`.
 
         Raises:
             FileNotFoundError: If there is no such source.
             ValueError: If its config is not understood.
         """
-        read = read_preset(preset, load_weights=load_weights, revision=revision, tokenizer=tokenizer)
+        read = read_preset(preset, load_weights, revision, tokenizer, prediction_layers)
         name = str(read.described.config.get("model_type", "")) or None
         return cls(read.described.module, read.described.tokenizer, seed=seed, name=name, _preset=read)
 
@@ -199,6 +201,7 @@ class Model(StepMethods, WeightVerbs):
         dtype: Any = "auto",
         sequence_length: int | None = None,
         packing: bool = False,
+        mtp_weight: float | None = None,
     ) -> None:
         """Choose optimizer, loss and metrics as in Keras, and where the model lives.
 
@@ -206,14 +209,11 @@ class Model(StepMethods, WeightVerbs):
         optimizer object keeps its state.
 
         Args:
-            optimizer: A Keras name or object, any optax transformation, or "auto": AdamW at 2e-5 for pretrained
-                language models, AdamW for language models from scratch, rmsprop for other modules.
-            loss: A Keras name, object or function, one per output as list or dict, or "auto": the token cross
-                entropy of a language model, none for other modules.
+            optimizer: Of Keras or optax, or "auto": AdamW for language models, at 2e-5 if pretrained, else rmsprop.
+            loss: What Keras takes, for outputs too, or "auto": a language model's token cross entropy, else none.
             loss_weights: Factors of several losses.
             metrics: Metrics that ignore sample weights.
-            weighted_metrics: Metrics that use sample weights; "auto" is perplexity and token accuracy for the token
-                cross entropy, none otherwise.
+            weighted_metrics: Metrics that use sample weights; "auto" is perplexity and token accuracy, or none.
             run_eagerly: Whether steps run operation by operation, so that prints and debuggers see values.
             steps_per_execution: Batches that run as one compiled program; hooks are called once for them.
             jit_compile: "auto" or True compile; False is `run_eagerly`.
@@ -222,8 +222,7 @@ class Model(StepMethods, WeightVerbs):
             layout: Rules of placement; None takes the defaults.
             remat: What the backward pass recomputes: None or "full".
             schedule: Order of the microbatches where the mesh has stages: "gpipe" or "1f1b"; None keeps the module's.
-            quantization: 8-bit type of the blocks' products, "int8" or "fp8"; None keeps the module's. Needs the extra
-                `dew[quantization]`.
+            quantization: 8-bit type of blocks' products, "int8" or "fp8" (extra `dew[quantization]`), or the module's.
             attention_impl: Attention kernel of whole rows, "auto" or its name; None keeps the module's.
             sequence_impl: Exchange of attention over split positions, "auto" or its name; None keeps the module's.
             accumulation: Batches per update.
@@ -233,6 +232,7 @@ class Model(StepMethods, WeightVerbs):
                 the checkpoint's dtype with float32 masters, and for other modules what their code says.
             sequence_length: Positions of rows made from texts; None takes the longest text.
             packing: Whether texts share rows.
+            mtp_weight: Weight of further tokens in loss="auto"; None is 0.1 where the module's layers predict them.
 
         Raises:
             ValueError: If a name means nothing, an option is not available, or the mesh does not fit the devices.
@@ -241,13 +241,12 @@ class Model(StepMethods, WeightVerbs):
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         engine = self._engine
-        precision = resolve_policy(dtype)
         compiled = resolve_compile(
             arguments, is_language_model=engine.is_language_model, is_pretrained=engine.is_pretrained
         )
         compiled.check_length(getattr(self.module, "max_length", None))
         computing = {name: arguments[name] for name in COMPUTING}
-        engine.configure(compiled, mesh=mesh, layout=layout, computing=computing, precision=precision)
+        engine.configure(compiled, mesh=mesh, layout=layout, computing=computing, precision=resolve_policy(dtype))
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """Describe what `compile` was given as JSON data; None before `compile`.

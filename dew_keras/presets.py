@@ -43,7 +43,11 @@ class Preset:
 
 
 def read_preset(
-    source: Any, *, load_weights: bool = True, revision: str | None = None, tokenizer: Tokenizer | None = None
+    source: Any,
+    load_weights: bool = True,
+    revision: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    prediction_layers: bool = True,
 ) -> Preset:
     """Read a checkpoint's config and tokenizer.
 
@@ -52,12 +56,13 @@ def read_preset(
         load_weights: Whether the model takes its weights.
         revision: Branch, tag or commit of a repository.
         tokenizer: Taken in place of the checkpoint's own; None takes that.
+        prediction_layers: Whether the model takes layers that predict further tokens, where there are any.
 
     Raises:
         FileNotFoundError: If there is no such source.
         ValueError: If its config is not understood.
     """
-    described = describe(source, revision=revision)
+    described = describe(source, revision=revision, prediction_layers=prediction_layers)
     if tokenizer is not None:
         described = dataclasses.replace(described, tokenizer=tokenizer)
     return Preset(described, load_weights)

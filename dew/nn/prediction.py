@@ -95,8 +95,11 @@ class PredictionLayer(nn.Module):
             x, _, routing = self.block(hidden, around, rotary)
             return x, x, routing
         dtype = embedded.dtype
-        read = jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden.astype(dtype))], axis=-2)
-        x = constrain(self.proj(read), RESIDUAL_NAMES)
+        # The loss splits positions over tensor too. Without pins GSPMD carries that split back into the projection.
+        hidden = constrain(hidden.astype(dtype), RESIDUAL_NAMES)
+        read = jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2)
+        x = self.proj(constrain(read, (*RESIDUAL_NAMES[:2], None, RESIDUAL_NAMES[2])))
+        x = constrain(x, RESIDUAL_NAMES)
         x = x.astype(jnp.float32) if self.layer.residual_in_float32 else x
         x, _, routing = self.block(x, around, rotary)
         return x, self.norm(x).astype(dtype), routing

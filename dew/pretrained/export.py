@@ -206,13 +206,16 @@ def _warn_of_training(family: Family, module: CausalTransformer) -> None:
 
 
 # Fields of a model that decide what it computes; the others say how.
-_COMPUTED = ("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length")
+_COMPUTED = (
+    *("vocab_size", "features", "layers", "norm", "embedding", "head", "tie_embeddings", "max_length"),
+    "prediction",
+)
 # Older spellings of fields that `config_dict` writes, which kept beside them would say something twice; and what an
-# export is not, packed, or lacks, heads that predict further tokens.
+# export is not, packed, or may lack, layers that predict further tokens.
 _REWRITTEN = (
     *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
     *("torch_dtype", "dtype", "_name_or_path", "transformers_version", "quantization_config"),
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"),
 )
 
 
@@ -238,6 +241,10 @@ def _tensors(
         narrow = [recipe.path for recipe, _ in pieces if dtype is not None and not is_balance_bias(recipe.path)]
         dtypes = [np.dtype(dtype if recipe.path in narrow else arrays[recipe.path].dtype) for recipe, _ in pieces]
         tensors.append(_Tensor(name, tuple(pieces), max(dtypes, key=lambda each: each.itemsize)))
+    if family.prediction is not None:
+        written = {tensor.name: tensor for tensor in tensors}
+        copies = family.prediction.copies_of(module)
+        tensors += [dataclasses.replace(written[original], name=name) for name, original in copies.items()]
     return tensors, arrays
 
 

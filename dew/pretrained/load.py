@@ -31,6 +31,7 @@ from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
 from dew.pretrained.mxfp4 import is_mxfp4
 from dew.pretrained.place import ProgressCallback, place
+from dew.pretrained.prediction import counted_layers, tensor_names
 from dew.pretrained.progress import showing
 from dew.pretrained.recipe import MAX_EXPERTS_OF_MODEL, Recipe, check_coverage, recipes
 from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
@@ -53,6 +54,7 @@ class PretrainedConfig:
         family: The family that reads and writes it.
         source: As the caller named it.
         open_source: Fetches the weights if they are not here yet, and opens them.
+        omitted: Globs of tensors that are left out because the caller said so.
     """
 
     module: CausalTransformer
@@ -62,6 +64,7 @@ class PretrainedConfig:
     family: Family
     source: str
     open_source: Callable[[], TensorSource]
+    omitted: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ def load_pretrained(
     scan_layers: bool = True,
     bank_layers: int | None = None,
     remat: str | None = None,
+    prediction_layers: bool = True,
 ) -> Pretrained:
     """Load a checkpoint onto a mesh.
 
@@ -118,6 +122,8 @@ def load_pretrained(
         scan_layers: Whether to store runs of like layers as banks.
         bank_layers: Most layers of a bank.
         remat: What the backward pass recomputes.
+        prediction_layers: Whether to load layers that predict tokens after the next one where the checkpoint has them;
+            False leaves them out.
 
     Returns:
         The model, its variables on the mesh, and what came with it.
@@ -135,6 +141,7 @@ def load_pretrained(
         scan_layers=scan_layers,
         bank_layers=bank_layers,
         remat=remat,
+        prediction_layers=prediction_layers,
     )
     mesh, layout = as_mesh(mesh), layout or Layout()
     variables = load_variables(
@@ -165,8 +172,12 @@ def describe(
     scan_layers: bool = True,
     bank_layers: int | None = None,
     remat: str | None = None,
+    prediction_layers: bool = True,
 ) -> PretrainedConfig:
     """Read the config and the tokenizer of a checkpoint, and no weight.
+
+    Whether a family's layers that predict further tokens are there is read off the names of the tensors: from a
+    repository without an index its one file is fetched for that.
 
     Args:
         source: As `load_pretrained`.
@@ -176,6 +187,7 @@ def describe(
         scan_layers: As `load_pretrained`.
         bank_layers: As `load_pretrained`.
         remat: As `load_pretrained`.
+        prediction_layers: As `load_pretrained`.
 
     Raises:
         CheckpointError: If the config is not understood in every field that matters.
@@ -195,7 +207,9 @@ def describe(
     if family.unpacked is not None:
         open_source = functools.partial(_open_unpacked, open_source, family.unpacked, source)
     _check_depth(config, source)
-    arguments = family.translate(Fields(config, source))
+    names = functools.partial(tensor_names, path, open_source)
+    counted, omitted = counted_layers(family, config, names, source, wanted=prediction_layers)
+    arguments = family.translate(Fields(counted, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
         raise CheckpointError(
             f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {arguments['vocab_size']}. They do "
@@ -220,6 +234,7 @@ def describe(
         family=family,
         source=str(source),
         open_source=open_source,
+        omitted=omitted,
     )
 
 
@@ -258,7 +273,9 @@ def load_variables(
     source = described.open_source()
     try:
         source = canonical_names(source, {name for recipe in todo for name in recipe.sources}, described.source)
-        ignorable = (*described.family.ignorable, *_left_out(described, source))
+        ignorable = (*described.family.ignorable, *_left_out(described, source), *described.omitted)
+        if described.family.prediction is not None:
+            ignorable = (*ignorable, *described.family.prediction.copies_of(module))
         if module.tie_embeddings:
             ignorable = (*ignorable, *_tied_head(source, todo, described.family, described.source))
         check_coverage(todo, source, ignorable, described.source)
@@ -283,7 +300,7 @@ def model_recipes(family: Family, module: CausalTransformer, abstract: Any = Non
     """
     leaves = named_leaves(abstract_variables(module) if abstract is None else abstract, is_leaf=is_box)
     shapes = {path: tuple((leaf.value if is_box(leaf) else leaf).shape) for path, leaf in leaves.items()}
-    return recipes(family.weights, shapes, stack_view(module))
+    return recipes(family.weights_of(module), shapes, stack_view(module))
 
 
 def compute_dtype(dtype: Any) -> str:
@@ -321,7 +338,7 @@ def _left_out(described: PretrainedConfig, source: TensorSource) -> tuple[str, .
 
 def _check_depth(config: dict[str, Any], where: object) -> None:
     """Refuse a number of layers that no model has, before a list of them is made."""
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"):
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
         if type(config.get(name)) is int and config[name] > MAX_LAYERS:
             raise CheckpointError(f"{where}: {name}={config[name]}; at most {MAX_LAYERS} layers are read.")
 

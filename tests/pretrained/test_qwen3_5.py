@@ -21,10 +21,7 @@ OUTER = {
     "vision_end_token_id": 63,
     "vision_config": {"model_type": "qwen3_5_vision", "depth": 1},
 }
-VISION = {
-    "model.visual.patch_embed.proj.weight": np.ones((8, 3, 2, 4, 4), np.float32),
-    "mtp.fc.weight": np.ones((32, 64), np.float32),
-}
+VISION = {"model.visual.patch_embed.proj.weight": np.ones((8, 3, 2, 4, 4), np.float32)}
 IMAGES = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 
 

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from dew.nn.backbones.banks import logical_names
+from dew.nn.backbones.prediction import prediction_parts
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.prediction import PredictionSpec
@@ -93,6 +95,14 @@ def test_positions_are_split_and_further_tokens_were_shifted_before():
     for field in ("targets_1", "weights_1", "segment_ids_1", "targets_2", "weights_2", "segment_ids_2"):
         assert {shard.data.shape[1] for shard in placed[field].addressable_shards} == {12}
         np.testing.assert_array_equal(placed[field], host[field])
+
+
+def test_names_of_weights_need_no_mesh_that_splits_one_token():
+    part = prediction_parts(trainer().objective.module)["prediction_0"]
+    want = logical_names(part)
+    logical_names.cache_clear()
+    with trainer("sequence=4 tensor=2").context():
+        assert logical_names(part) == want
 
 
 def after(run, batches):

@@ -20,6 +20,7 @@ from dew.nn.embed import Embedding
 from dew.nn.masks import causal_visibility
 from dew.nn.prediction import PredictionLayer
 from dew.nn.rope import rotary_tables
+from dew.nn.sharding import without_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,8 @@ def initial_weights(part: nn.Module, key: Array | None, name: str, layers: tuple
 @functools.lru_cache(maxsize=64)
 def logical_names(part: nn.Module) -> Any:
     """List the logical names a part's weights declare, as a tree of tuples."""
-    boxes = jax.eval_shape(lambda: part.init(jax.random.key(0), *_example_input(part))["params"])
+    with without_mesh():  # one token shows the names; no mesh has to split it
+        boxes = jax.eval_shape(lambda: part.init(jax.random.key(0), *_example_input(part))["params"])
     return jax.tree.map(lambda box: box.names, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
 
 

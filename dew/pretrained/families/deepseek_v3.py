@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: latent attention, and experts chosen in groups by sigmoid scores with a bias for balance.
 
 What DeepSeek-V2 shares is here too. Published checkpoints add a layer that predicts the token after the next one
-(https://arxiv.org/abs/2412.19437, section 2.2): it takes no part in the logits and is left out, as a load says.
+(https://arxiv.org/abs/2412.19437, section 2.2), behind the last layer and with experts as that one.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from dew.pretrained.families.experts import expert_weights, experts_config, expe
 from dew.pretrained.families.family import DECODER_WEIGHTS, IGNORABLE, Family, uniform
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.latent import LATENT_WEIGHTS, latent_attention_of, latent_config
+from dew.pretrained.families.prediction import DEEPSEEK_PREDICTION, prediction_depth, prediction_of
 from dew.pretrained.families.rotary import read_rotary
 from dew.pretrained.recipe import Weight
 from dew.pretrained.source import CheckpointError
@@ -39,7 +40,6 @@ def translate(fields: Fields) -> dict[str, Any]:
     # Null says no, an absent field says yes.
     is_interleaved = fields.flag("rope_interleave", "rope_interleave" not in fields.config)
     rotary = dataclasses.replace(read_rotary(fields, max_length), interleaved=is_interleaved)
-    fields.count("num_nextn_predict_layers", 1, least=0)
     experts = routed_experts_of(
         fields,
         default_shared=1,
@@ -54,6 +54,8 @@ def translate(fields: Fields) -> dict[str, Any]:
     )
     attention = latent_attention_of(fields, rotary, default_heads=128)
     arguments = deepseek_arguments(fields, max_length, attention, experts, default_dense=3)
+    block = dataclasses.replace(arguments["layers"][-1], mlp=experts)
+    arguments |= prediction_of(fields, DEEPSEEK_PREDICTION.field, block)
     fields.finish({**NEUTRAL, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)})
     return arguments
 
@@ -152,23 +154,12 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `DeepseekV3Config`."""
     config = deepseek_config(module)
     interleaved = uniform({"rope_interleave": [_is_interleaved(layer) for layer in module.layers]})
-    return {**config, **interleaved, "num_nextn_predict_layers": 0}
+    return {**config, **interleaved, DEEPSEEK_PREDICTION.field: prediction_depth(module)}
 
 
 def _is_interleaved(layer: LayerSpec) -> bool:
     assert isinstance(layer.mixer, LatentAttentionSpec), "the attention is written already"
     return layer.mixer.rotary.interleaved
-
-
-def prediction_layers(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name the tensors of layers after the last one, and what those do.
-
-    Args:
-        config: The config.
-    """
-    first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
-    numbers = range(first, first + (1 if count is None else count))
-    return {f"model.layers.{number}.*": "layers that predict tokens after the next one" for number in numbers}
 
 
 FAMILY = Family(
@@ -183,5 +174,5 @@ FAMILY = Family(
         *DECODER_WEIGHTS,
     ),
     ignorable=IGNORABLE,
-    left_out=prediction_layers,
+    prediction=DEEPSEEK_PREDICTION,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.pretrained.families.fields import Fields
+from dew.pretrained.families.prediction import PredictionTensors
 from dew.pretrained.recipe import Weight
 from dew.pretrained.source import TensorSource
 
@@ -22,12 +23,13 @@ class Family:
         architecture: Class of the reference library that holds the language model.
         translate: Config to the arguments of `CausalTransformer`; refuses what it does not understand.
         config_dict: Model to config fields; raises ValueError for a model the config cannot express.
-        weights: Rules of all its weights.
+        weights: Rules of its weights, but those of `prediction`.
         ignorable: Globs of tensors that old exports carry and that hold no weight.
         unpacked: View of a checkpoint, which is named for errors, with packed tensors under the names of `weights`;
             None where the family packs none.
         left_out: Config to globs of tensors of layers that are not computed here and that the logits of a text do not
             depend on, each with what those layers do; a load says which it leaves out.
+        prediction: How layers that predict further tokens are stored; None where the family has none.
     """
 
     model_type: str
@@ -38,6 +40,16 @@ class Family:
     ignorable: tuple[str, ...] = ()
     unpacked: Callable[[TensorSource, object], TensorSource] | None = None
     left_out: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda config: {}
+    prediction: PredictionTensors | None = None
+
+    def weights_of(self, module: CausalTransformer) -> tuple[Weight, ...]:
+        """Give the rules of all weights of a model.
+
+        Args:
+            module: The model.
+        """
+        further = () if self.prediction is None else self.prediction.weights_of(self.weights, module)
+        return (*self.weights, *further)
 
 
 IGNORABLE = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

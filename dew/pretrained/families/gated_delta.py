@@ -13,7 +13,6 @@ from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.norm import NormSpec
 from dew.pretrained.families.decoder import ACTIVATIONS, attention_of, model_config
-from dew.pretrained.families.family import IGNORABLE
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.rotary import read_rotary, write_rotary
 from dew.pretrained.families.scanning import UNATTENDED, uniform_over
@@ -39,8 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 """What published configs state beside the fields of the classes, at the values that the classes compute with."""
-LEFT_OUT = (*IGNORABLE, "mtp.*")
-"""The heads that predict further tokens among them, which the decoder does not use."""
 
 # The query and the gate of a head are neighbours in one projection.
 GATED_ATTENTION_WEIGHTS = (

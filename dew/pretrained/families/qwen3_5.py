@@ -6,13 +6,12 @@ from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import ExpertsSpec
 from dew.pretrained.families.decoder import arguments_of, dense_mlp, mlp_of
-from dew.pretrained.families.family import Family, decoder_weights_but
+from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.gated_delta import (
     DELTA,
     DELTA_WEIGHTS,
     GATED_ATTENTION_WEIGHTS,
-    LEFT_OUT,
     NEUTRAL,
     STORED,
     gated_attention_of,
@@ -20,8 +19,10 @@ from dew.pretrained.families.gated_delta import (
     norm_of,
     with_delta_nets,
 )
+from dew.pretrained.families.prediction import prediction_of, qwen_prediction
 from dew.pretrained.families.scanning import perceptron_config, uniform_over
 from dew.pretrained.recipe import Weight, fused_weights
+from dew.pretrained.source import CheckpointError
 
 # Which pairs of dimensions turn by time, height and width of a place in an image; in a text all three are the token's.
 IMAGE_PLACES = ("mrope_section", "mrope_interleaved")
@@ -29,8 +30,9 @@ PUBLISHED = NEUTRAL | {
     "mamba_ssm_dtype": ("float32",),  # what states are kept in here
     "mlp_only_layers": ([],),
     "norm_topk_prob": (True,),
-    "mtp_use_dedicated_embeddings": (False, True),  # of the heads that are left out
 }
+PREDICTION = qwen_prediction("mtp_num_hidden_layers")
+DEDICATED = "mtp_use_dedicated_embeddings"
 VISION = {"model.visual.*": "layers that read images"}
 """What published checkpoints hold beside the text model."""
 MIXER_WEIGHTS = (
@@ -63,9 +65,20 @@ def hybrid_arguments(
     attention = gated_attention_of(fields, max_length, default_key_value_heads, inert_rotary=IMAGE_PLACES)
     layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
     arguments = arguments_of(fields, with_delta_nets(fields, layers), norm, max_length, **more)
-    fields.count("mtp_num_hidden_layers", 0, least=0)  # whatever it says: those heads are left out
+    block = LayerSpec(mixer=attention, mlp=mlp, norm=norm)
+    arguments |= prediction_of(fields, PREDICTION.field, block, is_shared=True)
+    if fields.flag(DEDICATED, False) and arguments["prediction"] is not None:
+        raise CheckpointError(
+            f"{fields.where}: layers that predict further tokens share the token table and the head here, and "
+            f"{DEDICATED}=true gives them their own. Load without them: prediction_layers=False."
+        )
     fields.finish(PUBLISHED)
     return arguments
+
+
+def further_config(module: CausalTransformer) -> dict[str, Any]:
+    """Write how many layers predict further tokens; nothing where there are none."""
+    return {PREDICTION.field: module.prediction.depth, DEDICATED: False} if module.prediction else {}
 
 
 def translate(fields: Fields) -> dict[str, Any]:
@@ -76,7 +89,7 @@ def translate(fields: Fields) -> dict[str, Any]:
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Qwen3_5TextConfig`."""
     mlps = uniform_over(module.layers, lambda layer: perceptron_config(dense_mlp(layer), "intermediate_size"))
-    return {**hybrid_config(module), **mlps}
+    return {**hybrid_config(module), **mlps, **further_config(module)}
 
 
 FAMILY = Family(
@@ -85,6 +98,7 @@ FAMILY = Family(
     translate=translate,
     config_dict=config_dict,
     weights=decoder_weights_but(*MIXER_WEIGHTS),
-    ignorable=LEFT_OUT,
+    ignorable=IGNORABLE,
     left_out=lambda config: VISION,
+    prediction=PREDICTION,
 )

@@ -4,11 +4,11 @@ from typing import Any
 
 from dew.nn.backbones.causal_transformer import CausalTransformer
 from dew.pretrained.families.experts import experts_config, router_config, router_training_of
-from dew.pretrained.families.family import Family, decoder_weights_but
+from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but
 from dew.pretrained.families.fields import Fields
-from dew.pretrained.families.gated_delta import LEFT_OUT, hybrid_config
+from dew.pretrained.families.gated_delta import hybrid_config
 from dew.pretrained.families.qwen2_moe import shared_width
-from dew.pretrained.families.qwen3_5 import MIXER_WEIGHTS, VISION, hybrid_arguments
+from dew.pretrained.families.qwen3_5 import MIXER_WEIGHTS, PREDICTION, VISION, further_config, hybrid_arguments
 from dew.pretrained.families.qwen3_next import SPARSE_WEIGHTS, gated_experts_of
 from dew.pretrained.fused_experts import split_experts
 
@@ -28,7 +28,7 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
         count="num_experts",
         width="moe_intermediate_size",
     )
-    return {**hybrid_config(module), **experts, **router_config(module)}
+    return {**hybrid_config(module), **experts, **router_config(module), **further_config(module)}
 
 
 FAMILY = Family(
@@ -37,7 +37,8 @@ FAMILY = Family(
     translate=translate,
     config_dict=config_dict,
     weights=decoder_weights_but(*MIXER_WEIGHTS, *SPARSE_WEIGHTS),
-    ignorable=LEFT_OUT,
+    ignorable=IGNORABLE,
     unpacked=split_experts,
     left_out=lambda config: VISION,
+    prediction=PREDICTION,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.router import RouterSpec
@@ -15,13 +15,12 @@ from dew.pretrained.families.experts import (
     shared_weights,
     sparse_layers_config,
 )
-from dew.pretrained.families.family import Family, decoder_weights_but
+from dew.pretrained.families.family import IGNORABLE, Family, decoder_weights_but
 from dew.pretrained.families.fields import Fields
 from dew.pretrained.families.gated_delta import (
     DELTA,
     DELTA_WEIGHTS,
     GATED_ATTENTION_WEIGHTS,
-    LEFT_OUT,
     NEUTRAL,
     STORED,
     gated_attention_of,
@@ -29,10 +28,12 @@ from dew.pretrained.families.gated_delta import (
     norm_of,
     with_delta_nets,
 )
+from dew.pretrained.families.prediction import prediction_of, qwen_prediction
 from dew.pretrained.families.qwen2_moe import EXPERTS, QWEN_EXPERT_WEIGHTS, dense_config, shared_config, sparse_layers
 from dew.pretrained.fused_experts import split_experts
 from dew.pretrained.recipe import fused_weights
 
+PREDICTION = qwen_prediction("num_nextn_predict_layers")
 SPARSE_WEIGHTS = (*QWEN_EXPERT_WEIGHTS, *shared_weights(EXPERTS, "shared_expert", "shared_expert_gate"))
 # Each key's query, key, values and gates are neighbours in one projection, what drives its state in another.
 GROUPED_WEIGHTS = (
@@ -77,6 +78,9 @@ def translate(fields: Fields) -> dict[str, Any]:
     layers = with_delta_nets(fields, sparse_layers(fields, attention, experts, norm))
     training = router_training_of(fields, experts.router.top_k)
     arguments = arguments_of(fields, layers, norm, max_length, router_training=training)
+    arguments |= prediction_of(
+        fields, PREDICTION.field, LayerSpec(mixer=attention, mlp=experts, norm=norm), is_shared=True
+    )
     fields.finish(NEUTRAL)
     return arguments
 
@@ -84,7 +88,8 @@ def translate(fields: Fields) -> dict[str, Any]:
 def config_dict(module: CausalTransformer) -> dict[str, Any]:
     """Write a `Qwen3NextConfig`."""
     experts = experts_config(module, shared_config, count="num_experts", width="moe_intermediate_size")
-    parts = (experts, dense_config(module), sparse_layers_config(module), router_config(module))
+    further = {PREDICTION.field: module.prediction.depth} if module.prediction else {}
+    parts = (experts, dense_config(module), sparse_layers_config(module), router_config(module), further)
     return {**hybrid_config(module), **{name: value for part in parts for name, value in part.items()}}
 
 
@@ -94,6 +99,7 @@ FAMILY = Family(
     translate=translate,
     config_dict=config_dict,
     weights=decoder_weights_but(*GATED_ATTENTION_WEIGHTS, *DELTA_WEIGHTS, *GROUPED_WEIGHTS, *SPARSE_WEIGHTS),
-    ignorable=LEFT_OUT,
+    ignorable=IGNORABLE,
     unpacked=split_experts,
+    prediction=PREDICTION,
 )
