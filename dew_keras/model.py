@@ -75,6 +75,7 @@ class Model(StepMethods, WeightVerbs):
         revision: str | None = None,
         tokenizer: Tokenizer | None = None,
         prediction_layers: bool = True,
+        dropout: bool = True,
         seed: int = 0,
     ) -> Model:
         """Describe a checkpoint as a model; its weights are read when a mesh is known.
@@ -85,13 +86,14 @@ class Model(StepMethods, WeightVerbs):
             revision: Branch, tag or commit of a repository.
             tokenizer: Taken in place of the checkpoint's own.
             prediction_layers: Whether to take layers that predict further tokens where there are any.
+            dropout: Whether training drops at the rates of the checkpoint's config; False sets them to 0.
             seed: As `Model`.
 
         Raises:
             FileNotFoundError: If there is no such source.
             ValueError: If its config is not understood.
         """
-        read = read_preset(preset, load_weights, revision, tokenizer, prediction_layers)
+        read = read_preset(preset, load_weights, revision, tokenizer, prediction_layers, dropout)
         name = str(read.described.config.get("model_type", "")) or None
         return cls(read.described.module, read.described.tokenizer, seed=seed, name=name, _preset=read)
 

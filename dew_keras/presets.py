@@ -48,6 +48,7 @@ def read_preset(
     revision: str | None = None,
     tokenizer: Tokenizer | None = None,
     prediction_layers: bool = True,
+    dropout: bool = True,
 ) -> Preset:
     """Read a checkpoint's config and tokenizer.
 
@@ -57,12 +58,13 @@ def read_preset(
         revision: Branch, tag or commit of a repository.
         tokenizer: Taken in place of the checkpoint's own; None takes that.
         prediction_layers: Whether the model takes layers that predict further tokens, where there are any.
+        dropout: Whether training drops at the rates of the config; False sets them to 0.
 
     Raises:
         FileNotFoundError: If there is no such source.
         ValueError: If its config is not understood.
     """
-    described = describe(source, revision=revision, prediction_layers=prediction_layers)
+    described = describe(source, revision=revision, prediction_layers=prediction_layers, dropout=dropout)
     if tokenizer is not None:
         described = dataclasses.replace(described, tokenizer=tokenizer)
     return Preset(described, load_weights)

@@ -34,8 +34,8 @@ class Features:
         untied: The head has a matrix of its own.
         remat: Blocks are recomputed in the backward pass.
         scanned: Layers are stored in a bank and run in a loop, instead of one on its own.
-        dressed: Norms of queries and keys, biases, bounds of the logits, norms after the parts; experts have a shared
-            one with a gate, and a capacity that drops tokens.
+        dressed: Norms of queries and keys, biases, bounds of the logits, norms after the parts, dropout; experts have a
+            shared one with a gate, and a capacity that drops tokens.
         accumulated: Two batches make an update.
         sparse: Experts in place of perceptrons, with losses of their routers.
     """

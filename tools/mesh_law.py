@@ -47,6 +47,7 @@ ROWS, LENGTH, VOCAB, EXPERTS = 16, 32, 64, 8
 UPDATES = 3
 ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1)
 BALANCED_ROUTERS = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=0.01)
+DROPPED = 0.2
 RTOL = 1e-5
 """Largest difference, relative to the largest element of the leaf on one device."""
 UNSCORED = slice(8, 16)
@@ -89,6 +90,10 @@ def decoder(features: Features, layers: int, way: Way) -> CausalTransformer:
         sequence_impl=way.exchange or "auto",
         schedule=way.schedule or "gpipe",
         router_training=router_training(features),
+        dropout_rate=DROPPED if features.dressed else 0.0,
+        # Dropped, the dimensions in which a token names its experts would leave the choice to rounding.
+        embedding_dropout_rate=DROPPED if features.dressed and not features.sparse else 0.0,
+        attention_dropout_rate=DROPPED if features.dressed else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ from dew.arrays import Array, Float
 from dew.kernels.attention_choice import AttentionCall, Implementation, attention_choice
 from dew.kernels.attention_cudnn import cudnn_attention
 from dew.kernels.attention_xla import xla_attention
+from dew.kernels.dropout import AttentionDropout
 from dew.kernels.visibility import Visibility, consecutive_visibility
 
 __all__ = [
@@ -35,6 +36,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
+    dropout: AttentionDropout | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Mix the values of the visible keys by the softmax of their scaled products with the query.
 
@@ -50,6 +52,7 @@ def attention(
         softcap: Bound c of the logits, c * tanh(logit / c); None leaves them.
         sinks: A learned logit per query head that joins the softmax's denominator and has no value (gpt-oss).
         implementation: A kernel of `dew.kernels.attention_choice.KERNELS`; "auto" takes the first that can run it.
+        dropout: What drops the probabilities of the softmax in training; None drops none.
 
     Returns:
         The mixed values, in the dtype of `query`.
@@ -59,13 +62,13 @@ def attention(
             cannot run the call.
     """
     _check_heads(query, key)
-    call = AttentionCall.of(query, key, visibility, softcap, sinks, value_dim=value.shape[-1])
+    call = AttentionCall.of(query, key, visibility, softcap, sinks, value.shape[-1], dropout)
     kernel = attention_choice(call, implementation).kernel
     if kernel != "xla":
         mixed = _compiled(kernel, *one_width(query, key, value), visibility, scale, softcap, sinks)
         return mixed[..., : value.shape[-1]]
     dtype = query.dtype if sinks is None else jnp.dtype(jnp.float32)
-    mixed, logsumexp = xla_attention(query, key, value, visibility, scale, softcap, dtype)
+    mixed, logsumexp = xla_attention(query, key, value, visibility, scale, softcap, dtype, dropout)
     return mixed if sinks is None else with_sinks(mixed, logsumexp, sinks).astype(query.dtype)
 
 
@@ -113,6 +116,7 @@ def partial_attention(
     visibility: Visibility,
     scale: float,
     softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Attend to some of the keys; `merge` joins the results of disjoint keys to attention over all of them.
 
@@ -123,6 +127,7 @@ def partial_attention(
         visibility: Which keys of this piece each query reads; slots count in the whole sequence.
         scale: Factor on the products.
         softcap: Bound of the logits; None leaves them.
+        dropout: As `attention`; the log-sum-exp is that of all logits.
 
     Returns:
         The mixed values in float32 and the log-sum-exp of the logits in float32: 0 and -1e30 where a query reads no key
@@ -132,7 +137,7 @@ def partial_attention(
         ValueError: If the query heads are not a multiple of the key/value heads.
     """
     _check_heads(query, key)
-    return xla_attention(query, key, value, visibility, scale, softcap, jnp.dtype(jnp.float32))
+    return xla_attention(query, key, value, visibility, scale, softcap, jnp.dtype(jnp.float32), dropout)
 
 
 def merge(

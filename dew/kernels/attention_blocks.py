@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
+from dew.kernels.dropout import AttentionDropout, drop_probabilities
 from dew.kernels.products import wide_einsum
 from dew.kernels.visibility import Visibility
 
@@ -61,6 +62,7 @@ def blockwise_attention(
     scale: float,
     softcap: float | None,
     dtype: jnp.dtype,
+    dropout: AttentionDropout | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Mix values and give the log-sum-exp of the logits, as `dew.kernels.attention_xla.xla_attention` does.
 
@@ -68,15 +70,15 @@ def blockwise_attention(
     """
     slots = _Slots(visibility.query_slots, visibility.key_slots, visibility.query_segments, visibility.key_segments)
     limits = _Limits(visibility.window, visibility.chunk, scale, softcap, jnp.dtype(dtype))
-    return _attention(query, key, value, slots, limits)
+    return _attention(query, key, value, slots, dropout, limits)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(query, key, value, slots, limits):
-    return _forward(query, key, value, slots, limits)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(query, key, value, slots, dropout, limits):
+    return _forward(query, key, value, slots, dropout, limits)[0]
 
 
-def _forward(query, key, value, slots, limits):
+def _forward(query, key, value, slots, dropout, limits):
     B, T, N, _ = query.shape
     K = key.shape[1]
     rows, keys = _query_blocks(slots, limits), _key_blocks(key, value, slots)
@@ -91,10 +93,11 @@ def _forward(query, key, value, slots, limits):
 
         def visit(index, carry):
             highest, total, mixed = carry
-            _, value, logits, _ = _logits(query, row, keys, index, limits)
+            _, value, logits, _, own = _logits(query, row, keys, index, limits)
             new = jnp.maximum(highest, jnp.max(logits, axis=-1))
             weights, shrink = jnp.exp(logits - new[..., None]), jnp.exp(highest - new)
-            added = wide_einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value)
+            kept = drop_probabilities(dropout, weights, own)
+            added = wide_einsum("BKGTS,BKSH->BKGTH", kept.astype(value.dtype), value)
             return new, total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + added
 
         highest, total, mixed = jax.lax.fori_loop(row.first, row.last + 1, visit, start)
@@ -107,11 +110,11 @@ def _forward(query, key, value, slots, limits):
 
     _, (mixed, logsumexp) = jax.lax.scan(of_queries, None, (_cut(query, K), rows))
     results = _join(mixed, T), _join(logsumexp[..., None], T)[..., 0]
-    return results, (query, key, value, slots, *results)
+    return results, (query, key, value, slots, dropout, *results)
 
 
 def _backward(limits, kept, cotangents):
-    query, key, value, slots, mixed, logsumexp = kept
+    query, key, value, slots, dropout, mixed, logsumexp = kept
     T, K = query.shape[1], key.shape[1]
     rows, keys = _query_blocks(slots, limits), _key_blocks(key, value, slots)
     by_mixed, by_logsumexp = cotangents
@@ -124,12 +127,12 @@ def _backward(limits, kept, cotangents):
 
         def visit(index, carry):
             by_query, by_key, by_value = carry
-            key, value, logits, slope = _logits(query, row, keys, index, limits)
+            key, value, logits, slope, own = _logits(query, row, keys, index, limits)
             # A row that reads nothing has MASKED for its log-sum-exp: its hidden keys would weigh 1.
             weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - logsumexp[..., None]), 0.0)
-            by_weights = wide_einsum("BTKGH,BKSH->BKGTS", by_mixed, value)
+            by_weights = drop_probabilities(dropout, wide_einsum("BTKGH,BKSH->BKGTS", by_mixed, value), own)
             by_logits = (weights * (by_weights - mean[..., None]) * slope).astype(key.dtype)
-            weights = weights.astype(value.dtype)
+            weights = drop_probabilities(dropout, weights, own).astype(value.dtype)
             by_query += wide_einsum("BKGTS,BKSH->BTKGH", by_logits, key)
             by_key = _add(by_key, index, "BKGTS,BTKGH->BKSH", by_logits, query)
             return by_query, by_key, _add(by_value, index, "BKGTS,BTKGH->BKSH", weights, by_mixed)
@@ -143,14 +146,14 @@ def _backward(limits, kept, cotangents):
     (by_key, by_value), by_query = jax.lax.scan(of_queries, zeros, (*blocks, _cut(mean[..., None], K), rows))
     by_query = jnp.moveaxis(by_query, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :T]
     by_key, by_value = (x[:, :, : key.shape[2]].astype(key.dtype) for x in (by_key, by_value))
-    return by_query, by_key, by_value, None
+    return by_query, by_key, by_value, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _logits(query, row, keys, index, limits):
-    """Compute a block's logits; also give its keys and values, and the slope of the logits by the products."""
+    """Compute a block's logits; also give its keys and values, their slope by the products, and what is visible."""
     key, value, slots = (
         jax.lax.dynamic_slice_in_dim(x, index * KEY_BLOCK, KEY_BLOCK, axis)
         for x, axis in zip(keys[:3], (2, 2, 1), strict=True)
@@ -164,7 +167,7 @@ def _logits(query, row, keys, index, limits):
         bounded = jnp.tanh(logits / limits.softcap)
         logits, slope = limits.softcap * bounded, limits.scale * (1.0 - bounded * bounded)
     own = Visibility(row.slots, slots, row.segments, segments, window=limits.window, chunk=limits.chunk)
-    return key, value, jnp.where(own.mask()[:, None, None], logits, MASKED), slope
+    return key, value, jnp.where(own.mask()[:, None, None], logits, MASKED), slope, own
 
 
 def _add(sums, index, product, left, right):

@@ -57,6 +57,7 @@ class AttentionCall:
         segments: Whether documents hide each other, or padding is hidden.
         softcap: Whether the logits are bounded.
         sinks: Whether heads have sinks.
+        dropout: Whether probabilities are dropped, which training alone does.
     """
 
     rows: int
@@ -73,6 +74,7 @@ class AttentionCall:
     segments: bool = False
     softcap: bool = False
     sinks: bool = False
+    dropout: bool = False
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class AttentionCall:
         softcap: float | None = None,
         sinks: Any = None,
         value_dim: int = 0,
+        dropout: Any = None,
     ) -> AttentionCall:
         """Describe the operands of `dew.kernels.attention.attention`; `value_dim` where values are not as keys."""
         rows, num_queries, num_heads, head_dim = query.shape
@@ -101,6 +104,7 @@ class AttentionCall:
             segments=visibility.query_segments is not None,
             softcap=softcap is not None,
             sinks=sinks is not None,
+            dropout=dropout is not None,
         )
 
     def part(self, row_shards: int, head_shards: int) -> AttentionCall:
@@ -133,6 +137,11 @@ def _unless(holds: Callable[[AttentionCall, Accelerator], bool], reason: Callabl
 def _mask_bytes(call: AttentionCall) -> int:
     return call.rows * call.num_queries * call.num_keys * 2
 
+
+_NO_DROPOUT = Requirement(
+    "no dropout of probabilities, which training alone has",
+    _unless(lambda call, device: not call.dropout, lambda call, device: "it has no dropout of probabilities"),
+)
 
 _CUDNN = (
     Requirement(
@@ -194,6 +203,7 @@ _CUDNN = (
             lambda call, device: "it has no sinks, and its log-sum-exp, which would do, no gradient",
         ),
     ),
+    _NO_DROPOUT,
 )
 
 _TPU = (
@@ -251,6 +261,7 @@ _TPU = (
             lambda call, device: f"chunks of {call.chunk} with window={call.window}, first key in {call.key_start}",
         ),
     ),
+    _NO_DROPOUT,
 )
 
 KERNELS: dict[str, tuple[Requirement, ...]] = {"cudnn": _CUDNN, "tpu": _TPU, "xla": ()}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dew.arrays import Array, Float
 from dew.kernels.attention_blocks import MASKED, blockwise_attention
+from dew.kernels.dropout import AttentionDropout, drop_probabilities
 from dew.kernels.products import wide_einsum
 from dew.kernels.visibility import Visibility
 
@@ -23,6 +24,7 @@ def xla_attention(
     scale: float,
     softcap: float | None,
     dtype: jnp.dtype,
+    dropout: AttentionDropout | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Mix values and give the log-sum-exp of the logits; differentiable in both.
 
@@ -30,11 +32,11 @@ def xla_attention(
         The mixed values in `dtype`, zero in rows that read nothing, and the float32 log-sum-exp, `MASKED` there.
     """
     if query.shape[1] <= DENSE_QUERIES:
-        return _dense(query, key, value, visibility, scale, softcap, dtype)
-    return blockwise_attention(query, key, value, visibility, scale, softcap, dtype)
+        return _dense(query, key, value, visibility, scale, softcap, dtype, dropout)
+    return blockwise_attention(query, key, value, visibility, scale, softcap, dtype, dropout)
 
 
-def _dense(query, key, value, visibility, scale, softcap, dtype):
+def _dense(query, key, value, visibility, scale, softcap, dtype, dropout):
     """Attention with all its logits at once."""
     key, value, visibility = _in_reach(query.shape[1], key, value, visibility)
     B, T, N, H = query.shape
@@ -45,7 +47,7 @@ def _dense(query, key, value, visibility, scale, softcap, dtype):
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(visibility.mask()[:, None, None], logits, MASKED)
     weights, logsumexp = _softmax(logits)
-    weights = weights.astype(value.dtype)
+    weights = drop_probabilities(dropout, weights, visibility).astype(value.dtype)
     logsumexp = jnp.moveaxis(logsumexp[..., 0], 3, 1).reshape(B, T, N)
     if dtype != value.dtype:
         return wide_einsum("BKGTS,BKSH->BTKGH", weights, value).astype(dtype).reshape(B, T, N, -1), logsumexp

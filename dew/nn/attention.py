@@ -12,6 +12,7 @@ from flax import linen as nn
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility
+from dew.kernels.dropout import AttentionDropout
 from dew.nn.cache import KeyValueShape, LayerCache
 from dew.nn.linear import Linear
 from dew.nn.masks import limited
@@ -153,6 +154,7 @@ class SelfAttention(AttentionMixer):
         visibility: Visibility,
         rotary: Tables | None = None,
         cache: LayerCache | None = None,
+        dropout: AttentionDropout | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Attend from the tokens of `x` to them and to the cache.
 
@@ -161,6 +163,7 @@ class SelfAttention(AttentionMixer):
             visibility: Which keys each query reads where no window hides them.
             rotary: Tables of the tokens' positions; None where the spec has no rotary.
             cache: This layer's window on the cache; None for whole sequences.
+            dropout: What drops the layer's probabilities in training, which has no cache; None drops none.
 
         Returns:
             The projected mixture, and the cache after the new keys.
@@ -173,7 +176,7 @@ class SelfAttention(AttentionMixer):
             "sinks": self.sinks,
         }
         if cache is None:
-            mixed = self.attend_rows(query, key, value, **options)
+            mixed = self.attend_rows(query, key, value, dropout=dropout, **options)
         else:
             cache, key, value = cache.append(key, value)
             mixed = sharded_attention(query, key, value, **options)

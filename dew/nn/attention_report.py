@@ -68,6 +68,7 @@ def attention_report(
             segments=in_documents,
             softcap=spec.softcap is not None,
             sinks=spec.sinks,
+            dropout=module.attention_dropout_rate > 0,
         )
         try:
             return str(attention_choice(call, module.attention_impl, device))

@@ -11,6 +11,7 @@ from flax import struct
 
 from dew.arrays import Array, Bool, Float, Int
 from dew.kernels.attention import Implementation, Visibility
+from dew.kernels.dropout import MIXER, MLP, Dropout
 from dew.nn.attention import AttentionSpec, SelfAttention
 from dew.nn.cache import LayerCache, LayerLatents, LayerState
 from dew.nn.embed import scaled
@@ -109,6 +110,7 @@ class Surroundings(struct.PyTreeNode):
         is_token: Tokens that are not padding, for experts; None means all.
         counted: Weight of each token in the routing statistics; None where they are not wanted.
         documents: Document of each token, counted from 0 in its row, for these statistics; None means one a row.
+        dropout: What training drops; None where nothing is.
     """
 
     visibility: Visibility
@@ -117,6 +119,7 @@ class Surroundings(struct.PyTreeNode):
     is_token: Bool[Array, "B T"] | None = None
     counted: Float[Array, "B T"] | None = None
     documents: Int[Array, "B T"] | None = None
+    dropout: Dropout | None = None
 
 
 class DecoderLayer(nn.Module):
@@ -174,7 +177,7 @@ class DecoderLayer(nn.Module):
         (before_mixing, after_mixing), (before_mlp, after_mlp) = _NORMS[self.spec.placement]
         normal = self._normal(before_mixing, x)
         mixed, cache = self._mixed(normal, around, rotary, cache)
-        summed = self._added(x, self._normal(after_mixing, mixed))
+        summed = self._added(x, self._normal(after_mixing, mixed), around.dropout, MIXER)
         if self.spec.mlp is None:
             return summed, cache, None
         if self.spec.placement.startswith("parallel"):
@@ -182,7 +185,7 @@ class DecoderLayer(nn.Module):
         else:
             source = self._normal(before_mlp, summed)
         changed, routing = self._transformed(source, around, is_cached=cache is not None)
-        return self._added(summed, self._normal(after_mlp, changed)), cache, routing
+        return self._added(summed, self._normal(after_mlp, changed), around.dropout, MLP), cache, routing
 
     def _transformed(self, source: Array, around: Surroundings, *, is_cached: bool) -> tuple[Array, Routing | None]:
         """Apply the perceptron, or the experts."""
@@ -196,7 +199,8 @@ class DecoderLayer(nn.Module):
             return self.mamba(normal, around.starts, around.real, cache)
         if isinstance(self.spec.mixer, GatedDeltaNetSpec):
             return self.linear_attn(normal, around.starts, around.real, cache)
-        return self.self_attn(normal, around.visibility, rotary, cache)
+        dropout = None if around.dropout is None else around.dropout.of_attention(self.spec.mixer.num_heads)
+        return self.self_attn(normal, around.visibility, rotary, cache, dropout)
 
     def _normal(self, name: str | None, x: Array) -> Array:
         if name is None:
@@ -204,5 +208,7 @@ class DecoderLayer(nn.Module):
         norm = getattr(self, name)
         return norm(x.astype(norm.scale.dtype) if self.spec.residual_in_float32 else x)
 
-    def _added(self, x: Array, change: Array) -> Array:
+    def _added(self, x: Array, change: Array, dropout: Dropout | None, site: int) -> Array:
+        if dropout is not None:
+            change = dropout.of_residual(change, site)
         return constrain(x + scaled(change, self.spec.residual_scale), RESIDUAL_NAMES)

@@ -187,6 +187,7 @@ def _sizes(module: Any, spec: AttentionSpec, mesh: Any, rows: int, length: int, 
         is_masked=packed,
         has_sinks=spec.sinks,
         has_softcap=spec.softcap is not None,
+        has_dropout=module.attention_dropout_rate > 0,
         window=window,
         chunk=chunk,
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Visibility, attention
+from dew.kernels.dropout import AttentionDropout
 from dew.nn.attention import AttentionMixer, AttentionSpec
 from dew.nn.cache import LatentShape, LayerLatents
 from dew.nn.linear import Linear
@@ -157,6 +158,7 @@ class LatentAttention(AttentionMixer):
         visibility: Visibility,
         rotary: Tables | None = None,
         cache: LayerLatents | None = None,
+        dropout: AttentionDropout | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerLatents | None]:
         """Attend from the tokens of `x` to them and to the cache; arguments as `SelfAttention`'s.
 
@@ -167,7 +169,7 @@ class LatentAttention(AttentionMixer):
         query, latents = self._queries(x, rotary), self._latents(x, rotary)
         options: dict[str, Any] = {"visibility": visibility, "scale": self.spec.logit_scale}
         if cache is None:
-            mixed = self.attend_rows(query, *self._expanded(latents), **options)
+            mixed = self.attend_rows(query, *self._expanded(latents), dropout=dropout, **options)
         else:
             cache, latents = cache.append(latents)
             if self.spec.absorbs(x.shape[1], latents.shape[1]):

@@ -152,23 +152,23 @@ class LanguageModel:
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[Routing, ...], Further | None]:
         """Sum the losses, the tokens that are predicted and the weights; ask routers where there are any."""
         documents = {name: batch.get(name) for name in ("positions", "segment_ids")}
+        training = {"train": train, "rngs": {"dropout": key} if train else None}
         if train and getattr(self.module, "scores_in_schedule", False):
             scored = (batch["inputs"], batch["targets"], batch["weights"])
             added = functools.partial(router_loss, training=self.module.router_training)
-            return *self.module.apply(variables, *scored, **documents, router_loss=added, method="token_loss"), None
+            given = {**documents, "router_loss": added, "rngs": training["rngs"]}
+            return *self.module.apply(variables, *scored, **given, method="token_loss"), None
+        given = documents | training
         if getattr(self.module, "expert_layers", ()):
             counted = (batch["inputs"], batch["weights"])
-            hidden, routing = self.module.apply(variables, *counted, **documents, method="routed_hidden_states")
+            hidden, routing = self.module.apply(variables, *counted, **given, method="routed_hidden_states")
         else:
-            rngs = {"dropout": key} if train else None
-            given = {**documents, "train": train, "rngs": rngs}
             hidden, routing = self.module.apply(variables, batch["inputs"], **given, method="hidden_states"), ()
         total, correct, mass = self._token_loss(variables, hidden, batch["targets"], batch["weights"])
         further = None
         if self._mtp_weight:
-            further = score_further(
-                self.module, variables, hidden, batch, functools.partial(self._token_loss, variables)
-            )
+            token_loss = functools.partial(self._token_loss, variables)
+            further = score_further(self.module, variables, hidden, batch, token_loss, training)
             routing = (*routing, *further.routing)
         return total + self._added(routing, further), correct, mass, routing, further
 

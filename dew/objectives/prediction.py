@@ -101,6 +101,7 @@ def score_further(
     hidden: jax.Array,
     batch: Mapping[str, Any],
     token_loss: Callable[..., tuple[jax.Array, ...]],
+    training: Mapping[str, Any],
 ) -> Further:
     """Score a prepared batch with the layers that predict further tokens.
 
@@ -111,6 +112,7 @@ def score_further(
         batch: What `prepare` returned.
         token_loss: Function of (hidden states, targets, weights) that gives the sum of the cross entropies, the count
             of tokens that are predicted and the sum of the weights.
+        training: Whether this is a training step, `train`, and its `rngs`.
     """
     layers = range(1, module.prediction.depth + 1)
     further = [
@@ -121,7 +123,8 @@ def score_further(
         }
         for layer in layers
     ]
-    read, routing = module.apply(variables, hidden, further, batch.get("positions"), method="further_hidden_states")
+    given = (hidden, further, batch.get("positions"), training["train"])
+    read, routing = module.apply(variables, *given, rngs=training["rngs"], method="further_hidden_states")
     sums = [
         token_loss(states, batch[f"targets_{layer}"], batch[f"weights_{layer}"])
         for layer, states in zip(layers, read, strict=True)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from dew.arrays import Array, Float
 from dew.kernels.attention import Visibility, attention
 from dew.kernels.attention_choice import AttentionCall, Implementation, attention_choice
+from dew.kernels.dropout import AttentionDropout
 from dew.placement.rules import DEFAULT_RULES, resolve
 
 QUERY_NAMES = ("activation_batch", None, "activation_heads", None)
@@ -32,44 +33,44 @@ def sharded_attention(
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
+    dropout: AttentionDropout | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attend within rows that a mesh splits, with heads that it splits; arguments as `attention`'s.
 
     Raises:
         ValueError: As `attention` does, for the part of the call that one device gets.
     """
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "implementation": implementation}
     mesh = jax.sharding.get_abstract_mesh()
     left = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.empty or mesh.size == 1 or not left:
-        return attention(
-            query, key, value, visibility=visibility, sinks=sinks, implementation=implementation, **options
-        )
+        return attention(query, key, value, visibility=visibility, sinks=sinks, dropout=dropout, **options)
     rules = nn.get_logical_axis_rules() or DEFAULT_RULES
     by_query = _padded(resolve(QUERY_NAMES, query.shape, mesh, rules).spec)
     by_key = _padded(resolve(KEY_NAMES, key.shape, mesh, rules).spec)
     picks = by_query[2] is not None and by_key[1] != by_query[2]
     if by_key[1] != by_query[2]:
         by_key = (by_key[0], None, None, None)
-    call = AttentionCall.of(query, key, visibility, softcap, sinks, value_dim=value.shape[-1]).part(
-        _shards(mesh, by_query[0]), _shards(mesh, by_query[2])
-    )
+    call = AttentionCall.of(query, key, visibility, softcap, sinks, value.shape[-1], dropout)
+    call = call.part(_shards(mesh, by_query[0]), _shards(mesh, by_query[2]))
     if not picks and attention_choice(call, implementation).kernel == "xla":
-        return attention(query, key, value, visibility=visibility, sinks=sinks, implementation="xla", **options)
+        options["implementation"] = "xla"
+        return attention(query, key, value, visibility=visibility, sinks=sinks, dropout=dropout, **options)
 
     slots, structure = jax.tree.flatten(visibility)
 
-    def part(query, key, value, slots, sinks):
+    def part(query, key, value, slots, sinks, dropout):
         own = jax.tree.unflatten(structure, slots)
         if picks:
             key, value = (own_kv_heads(x, query.shape[2], mesh, by_query[2], dim=1) for x in (key, value))
-        return attention(query, key, value, visibility=own, sinks=sinks, implementation=implementation, **options)
+        return attention(query, key, value, visibility=own, sinks=sinks, dropout=dropout, **options)
 
     by_slot = [PartitionSpec(by_query[0] if x.shape[0] > 1 else None) for x in slots]
     by_sink = None if sinks is None else PartitionSpec(by_query[2])
-    specs = (PartitionSpec(*by_query), PartitionSpec(*by_key), PartitionSpec(*by_key), by_slot, by_sink)
+    by_mask = None if dropout is None else dropout.specs(by_query[0], by_query[2])
+    specs = (PartitionSpec(*by_query), PartitionSpec(*by_key), PartitionSpec(*by_key), by_slot, by_sink, by_mask)
     run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=left, check_vma=False)
-    return run(query, key, value, slots, sinks)
+    return run(query, key, value, slots, sinks, dropout)
 
 
 def own_kv_heads(x: Array, num_heads: int, mesh: Any, axes: Any, *, dim: int) -> Array:

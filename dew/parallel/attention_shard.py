@@ -10,6 +10,7 @@ from flax import struct
 
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation, Visibility, attention, consecutive_visibility, partial_attention
+from dew.kernels.dropout import AttentionDropout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class SplitAttention:
         value: Float[Array, "B S K H"],
         segments: tuple[Array | None, Array | None],
         sinks: Array | None,
+        dropout: AttentionDropout | None,
         *,
         starts: tuple[Array | int, Array | int],
     ) -> Float[Array, "B T N H"]:
@@ -56,6 +58,7 @@ class SplitAttention:
             value: Values.
             segments: Document numbers of the queries and of the keys.
             sinks: Logit of each of these heads; None means none.
+            dropout: What drops probabilities of these rows and heads; None drops none.
             starts: Position of the first query and of the first key.
 
         Returns:
@@ -70,6 +73,7 @@ class SplitAttention:
             softcap=self.softcap,
             sinks=sinks,
             implementation=self.implementation,
+            dropout=dropout,
         )
 
     def attend_piece(
@@ -78,6 +82,7 @@ class SplitAttention:
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K H"],
         segments: tuple[Array | None, Array | None],
+        dropout: AttentionDropout | None,
         *,
         starts: tuple[Array | int, Array | int],
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -88,7 +93,9 @@ class SplitAttention:
         """
         visibility = self._visibility(query, key, segments, starts)
         pairs = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        return partial_attention(query, *pairs, visibility=visibility, scale=self.scale, softcap=self.softcap)
+        return partial_attention(
+            query, *pairs, visibility=visibility, scale=self.scale, softcap=self.softcap, dropout=dropout
+        )
 
     def _visibility(self, query: Array, key: Array, segments: tuple, starts: tuple) -> Visibility:
         return consecutive_visibility(
@@ -115,6 +122,7 @@ class AttentionShard:
         value: Values of the slice.
         segments: Document numbers of all positions, which every device holds; None when all are one document.
         sinks: Logit of each query head that joins its softmax without a value; None means none.
+        dropout: What drops probabilities of this device's rows and heads; None drops none.
         call: What every device knows.
     """
 
@@ -123,6 +131,7 @@ class AttentionShard:
     value: Float[Array, "B t K H"]
     segments: Int[Array, "#B T"] | None
     sinks: Float[Array, "N"] | None
+    dropout: AttentionDropout | None
     call: SplitAttention = struct.field(pytree_node=False)
 
     @property

@@ -32,7 +32,7 @@ def banded_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
         segments = jnp.ones((1, length * call.shards), jnp.int32) if segments is None else segments
         segments = jnp.pad(segments, ((0, 0), (reach, 0)), constant_values=-1)
     both = _cut(segments, start + reach, length), _cut(segments, start, reach + length)
-    return call.attend(shard.query, key, value, both, shard.sinks, starts=(start, start - reach))
+    return call.attend(shard.query, key, value, both, shard.sinks, shard.dropout, starts=(start, start - reach))
 
 
 def banded_reach(slice_length: int, shards: int, window: int | None, chunk: int | None) -> int | None:

@@ -300,6 +300,7 @@ def _call(path: Path, sizes: AttentionSizes) -> AttentionCall:
         segments=sizes.is_masked,
         softcap=sizes.has_softcap,
         sinks=sizes.has_sinks,
+        dropout=sizes.has_dropout,
     )
     if path == "all_to_all":
         return traded

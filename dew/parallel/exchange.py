@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from dew.arrays import Array, Float
 from dew.kernels.attention import Implementation, Visibility, one_width
+from dew.kernels.dropout import AttentionDropout
 from dew.parallel.attention_kernel import own_kv_heads
 from dew.parallel.attention_shard import AttentionShard, SplitAttention
 from dew.parallel.banded import banded_attention
@@ -55,6 +56,7 @@ def sequence_attention(
     sinks: Float[Array, "N"] | None = None,
     implementation: Implementation = "auto",
     sequence_impl: SequenceImplementation = "auto",
+    dropout: AttentionDropout | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attend within rows whose positions are split over the mesh in context.
 
@@ -71,6 +73,7 @@ def sequence_attention(
         sinks: Logit of each query head that joins its softmax without a value; None means none.
         implementation: Kernel of `dew.kernels.attention`.
         sequence_impl: Exchange to take; "auto" chooses by `dew.parallel.choice`.
+        dropout: What drops the probabilities of the softmax in training; None drops none.
 
     Returns:
         The mixed values, placed as `query`.
@@ -90,6 +93,7 @@ def sequence_attention(
         is_masked=segments is not None,
         has_sinks=sinks is not None,
         has_softcap=softcap is not None,
+        has_dropout=dropout is not None,
         window=visibility.window,
         chunk=visibility.chunk,
     )
@@ -105,21 +109,22 @@ def sequence_attention(
         implementation=implementation,
     )
 
-    def run(query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None) -> Array:
+    def run(query: Array, key: Array, value: Array, segments: Any, sinks: Any, dropout: Any) -> Array:
         if heads is not None and kv_heads is None:
             key, value = (own_kv_heads(x, query.shape[2], mesh, heads, dim=2) for x in (key, value))
-        return _ATTEND[choice.path](AttentionShard(query, key, value, segments, sinks, call))
+        return _ATTEND[choice.path](AttentionShard(query, key, value, segments, sinks, dropout, call))
 
     by_query, by_key = PartitionSpec(rows, positions, heads), PartitionSpec(rows, positions, kv_heads)
     of_rows = PartitionSpec() if segments is None or segments.shape[0] == 1 else PartitionSpec(rows)
+    by_mask = None if dropout is None else dropout.specs(rows, heads)
     mixed = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(by_query, by_key, by_key, of_rows, PartitionSpec(heads)),
+        in_specs=(by_query, by_key, by_key, of_rows, PartitionSpec(heads), by_mask),
         out_specs=by_query,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
-    )(query, key, value, segments, sinks)
+    )(query, key, value, segments, sinks, dropout)
     return mixed[..., :value_dim]
 
 

@@ -6,6 +6,7 @@ Entry points: `gather_attention`, `gather_transfers`. With a slice of q bytes of
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     key, value = (jax.lax.all_gather(x, call.axis, axis=1, tiled=True) for x in (shard.key, shard.value))
     queries = jnp.stack(to_stripes(shard.query, call.axis, call.shards))
     starts = jnp.stack(stripe_starts(call.index(), shard.slice_length, call.shards))
-    mixed, logsumexp = _attend(call, queries, key, value, starts, shard.segments)
+    mixed, logsumexp = _attend(call, queries, key, value, starts, shard.segments, shard.dropout)
     early, late = finished(mixed, logsumexp, shard)
     return from_stripes(early, late, call.axis, call.shards)
 
@@ -82,9 +83,9 @@ def _range(own: int, behind: int) -> range:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    call: SplitAttention, queries: Array, key: Array, value: Array, starts: Array, segments: Array | None
+    call: SplitAttention, queries: Array, key: Array, value: Array, starts: Array, segments: Any, dropout: Any
 ) -> Result:
-    blocks, size = Blocks(queries, starts, segments), queries.shape[2]
+    blocks, size = Blocks(queries, starts, segments, dropout), queries.shape[2]
 
     def step(result: Result, pair: Array) -> tuple[Result, None]:
         return add_piece(call, blocks, result, pair[0], _keys(key, value, pair[1] * size, size)), None
@@ -93,9 +94,9 @@ def _attend(
     return result
 
 
-def _attend_forward(call, queries, key, value, starts, segments):
-    result = _attend(call, queries, key, value, starts, segments)
-    return result, (Blocks(queries, starts, segments), key, value, result)
+def _attend_forward(call, queries, key, value, starts, segments, dropout):
+    result = _attend(call, queries, key, value, starts, segments, dropout)
+    return result, (Blocks(queries, starts, segments, dropout), key, value, result)
 
 
 def _attend_backward(call, residuals, cotangent):
@@ -111,7 +112,7 @@ def _attend_backward(call, residuals, cotangent):
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (blocks.queries, key, value)]
     sums, _ = jax.lax.scan(step, tuple(zeros), _own_pairs(call, size))
     operands = blocks.queries, key, value
-    return *(x.astype(like.dtype) for x, like in zip(sums, operands, strict=True)), None, None
+    return *(x.astype(like.dtype) for x, like in zip(sums, operands, strict=True)), None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -12,6 +12,7 @@ from flax import struct
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import merge, with_sinks
 from dew.kernels.attention_xla import MASKED
+from dew.kernels.dropout import AttentionDropout
 from dew.parallel.attention_shard import AttentionShard, SplitAttention, segments_from
 
 Result = tuple[Float[Array, "P B C N H"], Float[Array, "P B C N"]]
@@ -28,11 +29,13 @@ class Blocks:
         queries: The blocks.
         starts: Position of the first query of each.
         segments: Document numbers of whole rows; None when all are one document.
+        dropout: What drops probabilities of these rows and heads; None drops none.
     """
 
     queries: Float[Array, "P B C N H"]
     starts: Int[Array, "P"]
     segments: Int[Array, "#B T"] | None
+    dropout: AttentionDropout | None
 
     def of(self, number: Array | int) -> tuple[Array, Array]:
         """Give one block and its start."""
@@ -58,7 +61,7 @@ def add_piece(call: SplitAttention, blocks: Blocks, result: Result, number: Arra
         The result after it.
     """
     query, start = blocks.of(number)
-    piece = _piece(call, query, keys[0], keys[1], start, keys[2], blocks.segments)
+    piece = _piece(call, blocks, query, keys[0], keys[1], start, keys[2])
     mixed, logsumexp = merge((result[0][number], result[1][number]), piece)
     return result[0].at[number].set(mixed), result[1].at[number].set(logsumexp)
 
@@ -85,7 +88,7 @@ def piece_gradients(
     query, start = blocks.of(number)
 
     def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        return _piece(call, query, key, value, start, keys[2], blocks.segments)
+        return _piece(call, blocks, query, key, value, start, keys[2])
 
     (mixed, logsumexp), pull = jax.vjp(attend, query, keys[0], keys[1])
     weight = jnp.exp(logsumexp - result[1][number])
@@ -108,7 +111,7 @@ def finished(mixed: Array, logsumexp: Array, shard: AttentionShard) -> list[Floa
     return list(mixed.astype(shard.query.dtype))
 
 
-def _piece(call, query, key, value, query_start, key_start, segments):
-    own = segments_from(segments, query_start, query.shape[1])
-    others = segments_from(segments, key_start, key.shape[1])
-    return call.attend_piece(query, key, value, (own, others), starts=(query_start, key_start))
+def _piece(call, blocks, query, key, value, query_start, key_start):
+    own = segments_from(blocks.segments, query_start, query.shape[1])
+    others = segments_from(blocks.segments, key_start, key.shape[1])
+    return call.attend_piece(query, key, value, (own, others), blocks.dropout, starts=(query_start, key_start))

@@ -6,6 +6,7 @@ bytes of queries, k of keys and k32 of keys in float32, and R hops: permutes of 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def ring_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     is_striped = ring_stripes(call.window, call.chunk)
     query, *keys = (_blocks(x, call, is_striped) for x in (shard.query, shard.key, shard.value))
     starts = _starts(call, call.index(), shard.slice_length, is_striped)
-    mixed, logsumexp = _attend(call, query, tuple(keys), starts, shard.segments)
+    mixed, logsumexp = _attend(call, query, tuple(keys), starts, shard.segments, shard.dropout)
     first, *second = finished(mixed, logsumexp, shard)
     return from_stripes(first, second[0], call.axis, call.shards) if is_striped else first
 
@@ -89,8 +90,8 @@ def _starts(call: SplitAttention, index: Array, slice_length: int, is_striped: b
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: SplitAttention, queries: Array, keys: Pair, starts: Array, segments: Array | None) -> Result:
-    blocks = Blocks(queries, starts, segments)
+def _attend(call: SplitAttention, queries: Array, keys: Pair, starts: Array, segments: Any, dropout: Any) -> Result:
+    blocks = Blocks(queries, starts, segments, dropout)
 
     def visit(result: Result, keys: Pair, hop: Array | int, pairs: Array) -> Result:
         def step(result: Result, pair: Array) -> tuple[Result, None]:
@@ -108,9 +109,9 @@ def _attend(call: SplitAttention, queries: Array, keys: Pair, starts: Array, seg
     return result
 
 
-def _attend_forward(call, queries, keys, starts, segments):
-    result = _attend(call, queries, keys, starts, segments)
-    return result, (Blocks(queries, starts, segments), keys, result)
+def _attend_forward(call, queries, keys, starts, segments, dropout):
+    result = _attend(call, queries, keys, starts, segments, dropout)
+    return result, (Blocks(queries, starts, segments, dropout), keys, result)
 
 
 def _attend_backward(call, residuals, cotangent):
@@ -141,7 +142,7 @@ def _attend_backward(call, residuals, cotangent):
     (sums, _), _ = jax.lax.scan(hop, (sums, keys), jnp.arange(1, hops + 1))
     by_keys = _moved(sums[1:], call, -hops)
     pair = tuple(x.astype(like.dtype) for x, like in zip(by_keys, keys, strict=True))
-    return sums[0].astype(blocks.queries.dtype), pair, None, None
+    return sums[0].astype(blocks.queries.dtype), pair, None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

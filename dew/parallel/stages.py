@@ -26,6 +26,8 @@ from dew.placement.rules import DEFAULT_RULES, STAGE, resolve
 TOKEN_NAMES = ("activation_batch", "activation_length")
 """Logical names of a microbatch's leading dimensions; further ones are whole."""
 
+_MAPPED = "stages"
+"""Name of the dimension that `Pipeline.map` maps over; the mesh has an axis of the other name."""
 _MICROBATCHES: contextvars.ContextVar[int | None] = contextvars.ContextVar("microbatches", default=None)
 
 
@@ -116,7 +118,11 @@ class Pipeline:
         """Run a function of one stage on every stage; all its arguments and results gain a leading `[stages]`."""
         # Not a shard_map over stage alone: inside one, the partitioner of the other axes ends the process at some
         # gathers, and a layer's own shard_map over all axes could not be nested.
-        return jax.vmap(stage, spmd_axis_name=STAGE)
+        return jax.vmap(stage, axis_name=_MAPPED, spmd_axis_name=STAGE)
+
+    def stage_number(self) -> Int[Array, ""]:
+        """Say inside a function that `map` runs which stage it runs for."""
+        return jax.lax.axis_index(_MAPPED)
 
     def by_stage(self, weights: Any) -> Any:
         """View banks `[L, ...]` as `[stages, L / stages, ...]`; every device keeps the layers it holds."""

@@ -27,6 +27,7 @@ class AttentionSizes:
         is_masked: Whether documents or validity hide further keys.
         has_sinks: Whether a logit per head joins the softmax.
         has_softcap: Whether the logits are bounded.
+        has_dropout: Whether probabilities are dropped.
         window: How many tokens a token reads, itself included; None means all before it.
         chunk: Length of the blocks of tokens that a token reads its own of; None means all.
     """
@@ -42,6 +43,7 @@ class AttentionSizes:
     is_masked: bool = False
     has_sinks: bool = False
     has_softcap: bool = False
+    has_dropout: bool = False
     window: int | None = None
     chunk: int | None = None
 

@@ -28,10 +28,13 @@ def ulysses_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     repeats = traded_kv_heads(shard.key.shape[2], call.shards) // shard.key.shape[2]
     pairs = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (shard.key, shard.value))
     query, key, value = (_trade(x, call.axis, given=2, taken=1) for x in (shard.query, *pairs))
-    sinks = shard.sinks
+    heads = call.index() * query.shape[2], query.shape[2]
+    sinks, dropout = shard.sinks, shard.dropout
     if sinks is not None:
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, call.index() * query.shape[2], query.shape[2])
-    mixed = call.attend(query, key, value, (shard.segments, shard.segments), sinks, starts=(0, 0))
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, *heads)
+    if dropout is not None:
+        dropout = dropout.of_heads(*heads)
+    mixed = call.attend(query, key, value, (shard.segments, shard.segments), sinks, dropout, starts=(0, 0))
     return _trade(mixed, call.axis, given=1, taken=2)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from dew.data.text import Tokenizer
 from dew.files import check_room, unwritten
-from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.nn.backbones.causal_transformer import DROPOUT_RATES, CausalTransformer
 from dew.nn.router import RouterTraining, is_balance_bias
 from dew.placement.processes import host_pieces, write_once
 from dew.pretrained.families import FAMILIES, Family
@@ -191,16 +191,18 @@ def _merged(
 
 
 def _warn_of_training(family: Family, module: CausalTransformer) -> None:
-    """Name what trains routers and has no place in a config; the model computes the same without it."""
+    """Name what trains routers, and rates of dropout, that have no place in a config; the model computes the same."""
     read_back = family.translate(Fields(family.config_dict(module), "the exported config"))
     expressed = read_back.get("router_training", RouterTraining())
     written, asked = dataclasses.asdict(expressed), dataclasses.asdict(module.router_training)
-    lost = [f"{name}={value}" for name, value in asked.items() if written[name] != value]
+    lost = [f"{name}={value} of router_training" for name, value in asked.items() if written[name] != value]
+    rates = {name: getattr(module, name) for name in DROPOUT_RATES}
+    lost += [f"{name}={rate}" for name, rate in rates.items() if read_back.get(name, 0.0) != rate]
     if lost:
         warnings.warn(
-            f"The config of {family.model_type} has no place for {', '.join(lost)} of router_training. What was "
-            "written computes the same; to train it further with these, set them again: "
-            "module.clone(router_training=RouterTraining(...)).",
+            f"The config of {family.model_type} has no place for {', '.join(lost)}. What was written computes the "
+            "same; to train it further with these, set them again: module.clone(router_training=RouterTraining(...), "
+            "dropout_rate=...).",
             stacklevel=3,
         )
 

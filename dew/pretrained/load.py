@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from dew.data.text import Tokenizer
 from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES, has_tokenizer
-from dew.nn.backbones.causal_transformer import CausalTransformer
+from dew.nn.backbones.causal_transformer import DROPOUT_RATES, CausalTransformer
 from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, as_mesh
 from dew.placement.stacks import is_box, stack_view
@@ -106,6 +106,7 @@ def load_pretrained(
     bank_layers: int | None = None,
     remat: str | None = None,
     prediction_layers: bool = True,
+    dropout: bool = True,
 ) -> Pretrained:
     """Load a checkpoint onto a mesh.
 
@@ -124,6 +125,7 @@ def load_pretrained(
         remat: What the backward pass recomputes.
         prediction_layers: Whether to load layers that predict tokens after the next one where the checkpoint has them;
             False leaves them out.
+        dropout: Whether training drops at the rates of the config; False sets them to 0.
 
     Returns:
         The model, its variables on the mesh, and what came with it.
@@ -142,6 +144,7 @@ def load_pretrained(
         bank_layers=bank_layers,
         remat=remat,
         prediction_layers=prediction_layers,
+        dropout=dropout,
     )
     mesh, layout = as_mesh(mesh), layout or Layout()
     variables = load_variables(
@@ -173,6 +176,7 @@ def describe(
     bank_layers: int | None = None,
     remat: str | None = None,
     prediction_layers: bool = True,
+    dropout: bool = True,
 ) -> PretrainedConfig:
     """Read the config and the tokenizer of a checkpoint, and no weight.
 
@@ -188,6 +192,7 @@ def describe(
         bank_layers: As `load_pretrained`.
         remat: As `load_pretrained`.
         prediction_layers: As `load_pretrained`.
+        dropout: As `load_pretrained`.
 
     Raises:
         CheckpointError: If the config is not understood in every field that matters.
@@ -215,6 +220,8 @@ def describe(
             f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model {arguments['vocab_size']}. They do "
             "not belong together."
         )
+    if not dropout:
+        arguments |= dict.fromkeys(DROPOUT_RATES, 0.0)
     module = CausalTransformer(
         **arguments,
         dtype=compute_dtype(stored_dtype if dtype is None else dtype),

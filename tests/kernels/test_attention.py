@@ -9,6 +9,7 @@ import pytest
 
 from dew.kernels import attention_blocks, attention_xla
 from dew.kernels.attention import Visibility, attention, consecutive_visibility, one_width
+from dew.kernels.dropout import AttentionDropout, fold, keeps
 from dew.nn.masks import cached_visibility, causal_visibility
 
 B, T, N, K, H = 2, 9, 4, 2, 8
@@ -69,16 +70,28 @@ def test_blocks_give_the_same_values_and_gradients(monkeypatch, segments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+DROPOUT = AttentionDropout(words=(jnp.uint32(1), jnp.uint32(2)), rows=jnp.array([5, 2]), heads=jnp.arange(N), rate=0.3)
+
+
+def factors():
+    """What each probability is multiplied by, from its row, head, query and key alone."""
+    rows, heads, queries, keys = np.indices((B, N, T, T))
+    words = fold(fold(DROPOUT.words, DROPOUT.rows[rows], heads), queries, keys)
+    return jnp.where(keeps(words, DROPOUT.rate), 1 / (1 - DROPOUT.rate), 0)
+
+
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
 @pytest.mark.parametrize("block", [None, 4], ids=["at once", "in blocks"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_its_gradients_are_those_of_plain_softmax_attention(monkeypatch, softcap, block):
+def test_its_gradients_are_those_of_plain_softmax_attention(monkeypatch, softcap, block, dropout):
     if block:
         blocks(monkeypatch, block, 2)
     segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3]])
     visibility = causal_visibility(T, segments)
 
     def ours(query, key, value):
-        return jnp.sum(jnp.sin(attention(query, key, value, visibility=visibility, scale=0.5, softcap=softcap)))
+        options = {"visibility": visibility, "scale": 0.5, "softcap": softcap, "dropout": dropout}
+        return jnp.sum(jnp.sin(attention(query, key, value, **options)))
 
     def plain(query, key, value):
         key, value = (jnp.repeat(x, N // K, axis=1) for x in (key, value))
@@ -86,9 +99,11 @@ def test_its_gradients_are_those_of_plain_softmax_attention(monkeypatch, softcap
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
         allowed = jnp.tril(jnp.ones((T, T), bool)) & (segments[:, :, None] == segments[:, None, :])
         weights = jax.nn.softmax(jnp.where(allowed[:, None], logits, -jnp.inf))
+        weights = weights if dropout is None else weights * factors()
         return jnp.sum(jnp.sin(jnp.einsum("BNTS,BNSH->BTNH", weights, value)))
 
-    got, want = (jax.grad(loss, (0, 1, 2))(*heads(6)) for loss in (ours, plain))
+    (total, got), (want_total, want) = (jax.value_and_grad(loss, (0, 1, 2))(*heads(6)) for loss in (ours, plain))
+    np.testing.assert_allclose(total, want_total, rtol=1e-5)
     for gradient, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * float(jnp.max(jnp.abs(expected))))
 

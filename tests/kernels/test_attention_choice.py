@@ -37,6 +37,7 @@ REFUSALS = [
     ("cudnn", AMPERE, {"segments": True, "rows": 1024}, "documents or chunks of 1024 rows need a mask of 2048 MiB"),
     ("cudnn", AMPERE, {"softcap": True}, "it has no softcap"),
     ("cudnn", AMPERE, {"sinks": True}, "it has no sinks"),
+    ("cudnn", AMPERE, {"dropout": True}, "it has no dropout of probabilities"),
     ("tpu", Accelerator(platform="rocm"), {}, "the device is a rocm"),
     ("tpu", TPU, {"dtype": "float16"}, "dtype float16"),
     ("tpu", TPU, {"head_dim": 80}, "heads are 80 wide"),
@@ -48,6 +49,7 @@ REFUSALS = [
     ("tpu", TPU, {"chunk": 256, "window": 8}, "chunks of 256 with window=8, first key in 0"),
     ("tpu", TPU, {"chunk": 256, "key_start": 128}, "chunks of 256 with window=None, first key in 128"),
     ("tpu", TPU, {"chunk": 256, "key_start": None}, "chunks of 256 with window=None, first key in None"),
+    ("tpu", TPU, {"dropout": True}, "it has no dropout of probabilities"),
 ]
 
 

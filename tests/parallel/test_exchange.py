@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dew.kernels.attention import attention
 from dew.kernels.attention_choice import Accelerator
+from dew.kernels.dropout import AttentionDropout, Dropout
 from dew.nn.masks import causal_visibility, limited
 from dew.parallel.choice import choose_exchange, exchange_refusal, skips_window, with_length
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention
@@ -43,32 +44,37 @@ class Case:
     chunk: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    dropout: float = 0.0
     packed: bool = True
     named: str = "auto"
 
 
 CASES = {
     "trade": Case(mesh=MeshSpec(sequence=2), path="all_to_all", softcap=3.0),
-    "trade repeated kv heads": Case(mesh=MeshSpec(sequence=8), path="all_to_all", heads=16, kv_heads=2, sinks=True),
+    "trade repeated kv heads": Case(
+        mesh=MeshSpec(sequence=8), path="all_to_all", heads=16, kv_heads=2, sinks=True, dropout=0.3
+    ),
     "trade over tensor, few kv heads": Case(
-        mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", heads=12, kv_heads=3, sinks=True
+        mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", heads=12, kv_heads=3, sinks=True, dropout=0.3
     ),
     "trade a wide window": Case(mesh=MeshSpec(sequence=4), path="all_to_all", window=20),
     "trade chunks": Case(mesh=MeshSpec(sequence=2), path="all_to_all", chunk=9, packed=False, named="all_to_all"),
     "gather": Case(mesh=MeshSpec(sequence=8), path="gather", sinks=True, softcap=3.0),
-    "gather over tensor, one kv head": Case(mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1),
+    "gather over tensor, one kv head": Case(
+        mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1, dropout=0.3
+    ),
     "gather unpacked": Case(mesh=MeshSpec(fsdp=4, sequence=2), path="gather", heads=3, kv_heads=3, packed=False),
     "gather a window": Case(mesh=MeshSpec(sequence=8), path="gather", window=12, named="gather"),
     "gather of chunks": Case(mesh=MeshSpec(sequence=4), path="gather", chunk=9, packed=False, named="gather"),
-    "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", sinks=True, softcap=3.0),
+    "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", sinks=True, softcap=3.0, dropout=0.3),
     "ring over tensor, one kv head": Case(
         mesh=MeshSpec(tensor=2, sequence=4), path="ring", named="ring", kv_heads=1, packed=False
     ),
-    "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10),
+    "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10, dropout=0.3),
     "ring of chunks": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9),
     "ring of chunks unpacked": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9, packed=False, named="ring"),
-    "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, sinks=True, softcap=3.0),
-    "band unpacked": Case(mesh=MeshSpec(fsdp=2, sequence=2), path="banded", window=25, packed=False),
+    "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, sinks=True, softcap=3.0, dropout=0.3),
+    "band unpacked": Case(mesh=MeshSpec(fsdp=2, sequence=2), path="banded", window=25, packed=False, dropout=0.3),
     "band of chunks": Case(mesh=MeshSpec(tensor=2, sequence=4), path="banded", chunk=9),
     "band of chunks across slices": Case(
         mesh=MeshSpec(sequence=8), path="banded", chunk=9, packed=False, heads=3, kv_heads=3
@@ -85,13 +91,18 @@ def operands(heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
     return query, key, value, jax.random.normal(keys[4], (heads,)), cotangent
 
 
+def dropout_of(case: Case) -> AttentionDropout | None:
+    return Dropout.of_batch(jax.random.key(1), B, attention_rate=case.dropout).of_attention(case.heads)
+
+
 def loss(case: Case, attend: Any):
     """Build the function of (query, key, value, sinks, cotangent, segments) to differentiate."""
 
     def run(query, key, value, sinks, cotangent, segments):
         visibility = limited(causal_visibility(T, segments), window=case.window, chunk=case.chunk)
         sinks = sinks if case.sinks else None
-        mixed = attend(query, key, value, visibility=visibility, scale=H**-0.5, softcap=case.softcap, sinks=sinks)
+        options = {"softcap": case.softcap, "sinks": sinks, "dropout": dropout_of(case)}
+        mixed = attend(query, key, value, visibility=visibility, scale=H**-0.5, **options)
         return jnp.sum(mixed * cotangent), mixed
 
     return jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True)

@@ -185,9 +185,9 @@ def test_training_that_a_config_cannot_state_is_named_and_the_weights_are_writte
     balanced = loaded.module.clone(router_training=RouterTraining(balance_loss=0.04))
     save_pretrained(tmp_path / "balanced", balanced, loaded.variables, loaded.config)
     assert load_pretrained(tmp_path / "balanced").module == balanced
-    module = balanced.clone(router_training=RouterTraining(balance_loss=0.04, z_loss=0.001))
+    module = balanced.clone(router_training=RouterTraining(balance_loss=0.04, z_loss=0.001), dropout_rate=0.1)
     with pytest.warns(
-        UserWarning, match=r"config of mixtral has no place for z_loss=0\.001 of router_training"
+        UserWarning, match=r"of mixtral has no place for z_loss=0\.001 of router_training, dropout_rate=0\.1\. What"
     ) as said:
         save_pretrained(tmp_path / "out", module, loaded.variables, loaded.config)
     assert len(said) == 1

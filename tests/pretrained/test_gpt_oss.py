@@ -265,7 +265,7 @@ def test_absent_fields_take_the_defaults_of_the_config_class(copied):
         ({"num_experts_per_tok": 5}, "top_k=5 exceeds the 4 experts"),
         ({"num_experts": 4}, "num_experts=4"),
         ({"sliding_window": None}, "layer_types has sliding_attention, but no sliding_window is in use"),
-        ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
+        ({"attention_dropout": 1.5}, r"attention_dropout=1\.5"),
     ],
     ids=str,
 )

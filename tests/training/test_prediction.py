@@ -42,6 +42,9 @@ MESHES = {
 STRICT = ("fsdp=8", "fsdp=2 tensor=2", "sequence=2 fsdp=2", "sequence=4 tensor=2")
 
 
+DROPOUT = {"dropout_rate": 0.1, "embedding_dropout_rate": 0.1, "attention_dropout_rate": 0.1}
+
+
 @functools.cache
 def trainer(name=None, accumulation=1, **fields):
     spec = PredictionSpec(layer=MIXED, depth=2)
@@ -61,7 +64,7 @@ def weights(run):
 
 @functools.cache
 def scored(name=None, **fields):
-    run = trainer(name, **fields)
+    run = trainer(name, **DROPOUT, **fields)
     differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
     with run.context():
         output, gradients = differentiate(weights(run), run.place_batch(packed_batch()), jax.random.key(0))

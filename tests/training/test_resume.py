@@ -18,6 +18,7 @@ from tests.tiny import tiny_batch, tiny_decoder
 
 STEPS, STOP = 7, 5  # 20 records in batches of 8: step 5 is inside the second epoch
 SPLIT = MeshSpec(fsdp=2, tensor=2)
+DROPOUT = {"dropout_rate": 0.1, "embedding_dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 
 
 def dataset():
@@ -26,7 +27,7 @@ def dataset():
 
 def trainer(mesh=SPLIT, accumulation=1, directory=None, **fields):
     return Trainer(
-        LanguageModel(tiny_decoder(num_layers=2, **fields)),
+        LanguageModel(tiny_decoder(num_layers=2, **DROPOUT, **fields)),
         make_optimizer("adamw", 1e-2, eps=1e-3),
         mesh=mesh,
         layout=Layout(min_shard=1, tolerance=0),

@@ -115,7 +115,7 @@ def initial_weights(part: nn.Module, key: Array | None, name: str, layers: tuple
 
     def one(number: Array) -> Any:
         assert key is not None, "Flax asks for initial values only where it has a params key"
-        return part.init(jax.random.fold_in(key, number), *_example_input(part))["params"]
+        return _initialised(part, jax.random.fold_in(key, number))
 
     names = layers or (name,)
     numbers = jnp.array([zlib.crc32(layer.encode()) for layer in names], jnp.uint32)
@@ -133,8 +133,15 @@ def initial_weights(part: nn.Module, key: Array | None, name: str, layers: tuple
 def logical_names(part: nn.Module) -> Any:
     """List the logical names a part's weights declare, as a tree of tuples."""
     with without_mesh():  # one token shows the names; no mesh has to split it
-        boxes = jax.eval_shape(lambda: part.init(jax.random.key(0), *_example_input(part))["params"])
+        boxes = jax.eval_shape(lambda: _initialised(part, jax.random.key(0)))
     return jax.tree.map(lambda box: box.names, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
+
+
+def _initialised(part: nn.Module, key: Array) -> Any:
+    """Draw the weights of a part, on an example that a kernel named for its own calls may refuse."""
+    if isinstance(part, DecoderLayer | PredictionLayer):
+        part = part.clone(implementation="auto")
+    return part.init(key, *_example_input(part))["params"]
 
 
 def _example_input(part: nn.Module) -> tuple[Any, ...]:

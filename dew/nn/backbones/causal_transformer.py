@@ -17,9 +17,17 @@ from flax.core import unfreeze
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
 from dew.kernels.attention_choice import check_implementation
+from dew.kernels.dropout import Dropout, checked_rate
 from dew.kernels.quantized_product import Quantization, checked_quantization, quantized
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
-from dew.nn.backbones.loops import by_layer, rotary_of, run_cached_segment, run_segment, whole_surroundings
+from dew.nn.backbones.loops import (
+    by_layer,
+    layer_numbers,
+    rotary_of,
+    run_cached_segment,
+    run_segment,
+    whole_surroundings,
+)
 from dew.nn.backbones.pipelined import PipelinedDecoder, table_bytes
 from dew.nn.backbones.prediction import further_hidden_states, prediction_parts
 from dew.nn.backbones.staging import (
@@ -32,6 +40,7 @@ from dew.nn.backbones.staging import (
 from dew.nn.block import RESIDUAL_NAMES, DecoderLayer, LayerSpec, Surroundings
 from dew.nn.cache import Cache, LayerShape, empty_cache
 from dew.nn.embed import TABLE_NAMES, Embedding, EmbeddingSpec, HeadSpec, project, scaled_rows
+from dew.nn.latent_attention import attention_form
 from dew.nn.mamba2 import WIDE_WEIGHTS
 from dew.nn.masks import cached_visibility
 from dew.nn.moe import ExpertsSpec
@@ -45,7 +54,10 @@ from dew.parallel.schedules import SCHEDULES, ScheduleName
 from dew.parallel.stages import current_pipeline
 from dew.placement.stacks import Bank, StackView
 
-__all__ = ["REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
+__all__ = ["DROPOUT_RATES", "REMAT_POLICIES", "CausalTransformer", "DecoderLayer", "LayerSpec"]
+
+DROPOUT_RATES = ("dropout_rate", "embedding_dropout_rate", "attention_dropout_rate")
+"""Fields of a decoder that say what training drops."""
 
 
 class CausalTransformer(nn.Module):
@@ -76,6 +88,10 @@ class CausalTransformer(nn.Module):
         router_training: What trains the routers beside the loss of the tokens.
         prediction: Layers that predict tokens after the next one, for training alone: logits and generation know
             nothing of them. None has none.
+        dropout_rate: Share of what each mixer and each perceptron adds to the residual stream that training drops.
+        embedding_dropout_rate: Share of the embeddings, positions included, that it drops.
+        attention_dropout_rate: Share of the attention probabilities that it drops, in the layers that attend; the
+            kernel "xla" alone does.
     """
 
     vocab_size: int
@@ -97,6 +113,9 @@ class CausalTransformer(nn.Module):
     schedule: ScheduleName = "gpipe"
     router_training: RouterTraining = RouterTraining()
     prediction: PredictionSpec | None = None
+    dropout_rate: float = 0.0
+    embedding_dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
 
     def __post_init__(self) -> None:
         checked_remat(self.remat)
@@ -104,6 +123,13 @@ class CausalTransformer(nn.Module):
         checked_schedule(self.schedule)
         check_implementation("attention_impl", self.attention_impl)
         checked_sequence_implementation(self.sequence_impl)
+        for name in DROPOUT_RATES:
+            checked_rate(name, getattr(self, name))
+        if self.attention_dropout_rate and not any(attention_form(layer.mixer) for layer in self.layers):
+            raise ValueError(
+                "no layer has attention probabilities to drop; dropout_rate drops what any mixer adds. Received: "
+                f"attention_dropout_rate={self.attention_dropout_rate}"
+            )
         if self.bank_layers is not None and self.bank_layers < 1:
             raise ValueError(f"bank_layers must be None or positive. Received: bank_layers={self.bank_layers}")
         if self.embedding.positions is not None and self.embedding.positions < self.max_length:
@@ -144,8 +170,8 @@ class CausalTransformer(nn.Module):
             positions: Position of each token in its document; None counts from 0 (from the cache's end with a cache).
             segment_ids: Document number of each token, 0 for padding; None means one document a row.
             cache: What the layers keep of the tokens already read; new tokens are appended to it.
-            train: Whether this is a training step. The model computes the same in both, but a pipeline schedule that
-                scores in the middle of its backward passes trains through `token_loss` only.
+            train: Whether this is a training step, which drops what the rates say and then needs a key "dropout". A
+                pipeline schedule that scores in the middle of its backward passes trains through `token_loss` only.
 
         Returns:
             Logits [B, T, V] in float32; with a cache, the pair of logits and the next cache. Where the collection
@@ -174,7 +200,8 @@ class CausalTransformer(nn.Module):
             Hidden states [B, T, D] in the compute dtype; with a cache, the pair of hidden states and the next cache.
 
         Raises:
-            ValueError: If a schedule that cannot train so is asked to, or a pipeline's rows do not divide.
+            ValueError: If a schedule that cannot train so is asked to, a pipeline's rows do not divide, or a training
+                step with dropout has no key.
             LayoutRefused: If the layers do not divide into the stages of the mesh.
         """
         if cache is None:
@@ -196,6 +223,7 @@ class CausalTransformer(nn.Module):
         counted: Float[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        train: bool = False,
     ) -> tuple[Float[Array, "B T D"], tuple[Routing, ...]]:
         """Compute the output of the last norm and what the routers say.
 
@@ -204,20 +232,23 @@ class CausalTransformer(nn.Module):
             counted: Weight of each token in the statistics; padding and tokens without weight do not count.
             positions: As `__call__`.
             segment_ids: As `__call__`.
+            train: Whether this is a training step.
 
         Returns:
             Hidden states, and the statistics of each layer with experts, first to last.
         """
-        return self._whole(tokens, positions, segment_ids, counted)
+        return self._whole(tokens, positions, segment_ids, counted, train)
 
     def further_hidden_states(
         self,
         hidden: Float[Array, "B T D"],
         further: Sequence[Mapping[str, Any]],
         positions: Int[Array, "B T"] | None = None,
+        train: bool = False,
     ) -> tuple[tuple[Float[Array, "B T D"], ...], tuple[Routing, ...]]:
         """Run the layers of `prediction`; see `dew.nn.backbones.prediction.further_hidden_states`."""
-        return further_hidden_states(self, hidden, further, positions)
+        dropout = self._dropout(hidden.shape[0]) if train else None
+        return further_hidden_states(self, hidden, further, positions, dropout)
 
     def _with_router_loss(self, tokens: Array, positions: Any, segment_ids: Any, train: bool) -> Float[Array, "B T D"]:
         """Compute the output of the last norm, and sow what the routers add to the loss."""
@@ -233,14 +264,32 @@ class CausalTransformer(nn.Module):
     ) -> tuple[Array, Any]:
         """Run the model on whole sequences."""
         pipeline = None if self.is_initializing() else current_pipeline()
+        dropout = self._dropout(tokens.shape[0]) if train else None
         if pipeline is not None:
             if train:
                 refuse_unscheduled(self, pipeline.stages, "a call with train=True")
-            return PipelinedDecoder(self, pipeline).hidden_states(tokens, positions, segment_ids, counted)
+            return PipelinedDecoder(self, pipeline, dropout).hidden_states(tokens, positions, segment_ids, counted)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-        around = whole_surroundings(tokens.shape[1], segment_ids, counted)
-        x, routing = self._run_layers(self.embedded(tokens, positions), around, rotary_of(self.layers, positions))
+        around = whole_surroundings(tokens.shape[1], segment_ids, counted, dropout)
+        x = self.embedded(tokens, positions, dropout)
+        x, routing = self._run_layers(x, around, rotary_of(self.layers, positions))
         return self.normed(x), routing
+
+    def _dropout(self, rows: int) -> Dropout | None:
+        """Draw the key of a training step's masks; None where nothing is dropped."""
+        rates = {
+            "embedding_rate": self.embedding_dropout_rate,
+            "residual_rate": self.dropout_rate,
+            "attention_rate": self.attention_dropout_rate,
+        }
+        if not any(rates.values()):
+            return None
+        if not self.has_rng("dropout"):
+            raise ValueError(
+                "a training step with dropout needs a random key: pass rngs={'dropout': key} to apply, or set the "
+                f"rates to 0. Received: {rates}"
+            )
+        return Dropout.of_batch(self.make_rng("dropout"), rows, **rates)
 
     @property
     def expert_layers(self) -> tuple[ExpertsSpec, ...]:
@@ -371,36 +420,42 @@ class CausalTransformer(nn.Module):
         """Apply the last norm; its result is in the compute dtype whatever the residual stream is in."""
         return self._apply("norm", x, outer=outer).astype(self.dtype)
 
-    def embedded(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embedded(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], dropout: Dropout | None = None
+    ) -> Float[Array, "B T D"]:
         """Look tokens up, and their positions where those are learned."""
-        return self.positioned(self._apply("embed_tokens", tokens), positions)
+        return self.positioned(self._apply("embed_tokens", tokens), positions, dropout)
 
     def looked_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look tokens up, and scale their rows."""
         return scaled_rows(self._apply("embed_tokens", tokens), self.embedding)
 
-    def positioned(self, rows: Array, positions: Array, outer: Any = None) -> Float[Array, "B T D"]:
-        """Scale looked-up rows and add learned positions."""
+    def positioned(
+        self, rows: Array, positions: Array, dropout: Dropout | None, outer: Any = None
+    ) -> Float[Array, "B T D"]:
+        """Scale looked-up rows, add learned positions, and drop what training drops."""
         x = scaled_rows(rows, self.embedding)
         if any(layer.residual_in_float32 for layer in self.layers):
             x = x.astype(jnp.float32)
-        if self.embedding.positions is None:
-            return x
-        return constrain(x + self._apply("embed_positions", positions, outer=outer), RESIDUAL_NAMES)
+        if self.embedding.positions is not None:
+            x = constrain(x + self._apply("embed_positions", positions, outer=outer), RESIDUAL_NAMES)
+        return x if dropout is None else dropout.of_embeddings(x)
 
     def _head(self) -> Float[Array, "V D"]:
         name = "embed_tokens" if self.tie_embeddings else "lm_head"
         return self.ready(self.parts()[name], self.stored(name))["embedding"]
 
     def _block(self, run: tuple[int, ...], around: Surroundings, tables: dict) -> Any:
-        """Build the function of a run's blocks: (x, stored weights, cache window) -> (x, cache window)."""
+        """Build the function of a run's blocks, as `dew.nn.backbones.loops` describes it."""
         layer = self.layer_of(run)
         mixer = layer.spec.mixer
         rotary = tables.get((mixer.rotary, mixer.rotary_dim)) if mixer.rotary else None
 
-        def block(x, weights, cache=None):
+        def block(x, weights, cache=None, number=None):
+            dropout = around.dropout
+            own = around if dropout is None else around.replace(dropout=dropout.of_layer(number))
             with quantized(self.quantization):
-                return layer.apply({"params": self.ready(layer, weights)}, x, around, rotary, cache)
+                return layer.apply({"params": self.ready(layer, weights)}, x, own, rotary, cache)
 
         return block
 
@@ -408,18 +463,19 @@ class CausalTransformer(nn.Module):
         """Run all blocks on whole sequences."""
         routing: dict[int, Routing] = {}
         for segment in self.loops():
-            x, said = self.run_segment(segment, self.stored_runs(segment), x, around, tables)
+            numbers = layer_numbers(segment, around.dropout)
+            x, said = self.run_segment(segment, self.stored_runs(segment), x, around, tables, numbers)
             for run, each in zip(segment.runs, said, strict=True):
                 routing |= by_layer(run, each, is_stacked=segment.repeats > 1)
         return x, tuple(routing[index] for index in sorted(routing))
 
     def run_segment(
-        self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict
+        self, segment: Segment, weights: list[Any], x: Array, around: Surroundings, tables: dict, numbers: list[Any]
     ) -> tuple[Array, list[Routing | None]]:
-        """Run a segment's blocks with given weights: x, and what each run's routers say."""
+        """Run a segment's blocks with given weights and numbers in the model: x, and what each run's routers say."""
         in_loop = segment.repeats > 1
         blocks = [checkpointed(self._block(run, around, tables), self.remat, in_loop=in_loop) for run in segment.runs]
-        return run_segment(segment, blocks, weights, x)
+        return run_segment(segment, blocks, weights, x, numbers)
 
     def check_stages(self, stages: int) -> None:
         """Check that the layers divide into pipeline stages.
@@ -478,7 +534,8 @@ class CausalTransformer(nn.Module):
         refuse_float16(self.dtype)
         scored = {"tokens": tokens, "targets": targets, "weights": weights}
         documents = {"positions": positions, "segment_ids": segment_ids}
-        return PipelinedDecoder(self, pipeline).token_loss(scored, documents, router_loss)
+        dropout = self._dropout(tokens.shape[0])
+        return PipelinedDecoder(self, pipeline, dropout).token_loss(scored, documents, router_loss)
 
     def _run_cached_layers(self, x: Array, around: Surroundings, tables: dict, cache: Cache) -> tuple[Array, Cache]:
         """Run all blocks on new tokens, appending to the cache."""

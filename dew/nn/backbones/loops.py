@@ -1,7 +1,8 @@
 """The loops that run a decoder's blocks, a turn at a time, over the banks their weights are stored in.
 
 Entry points: `run_segment`, `run_cached_segment`, and what all blocks share, `rotary_of` and `whole_surroundings`. A
-block is a function of (x, its stored weights, its window of a cache) that gives x, the window and what its router said.
+block is a function of (x, its stored weights, its window of a cache, its number) that gives x, the window and what its
+router said.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float, Int
+from dew.kernels.dropout import Dropout
 from dew.nn.backbones.banks import Segment
 from dew.nn.block import RESIDUAL_NAMES, LayerSpec, Surroundings
 from dew.nn.cache import Cache
@@ -34,13 +36,16 @@ def rotary_of(layers: tuple[LayerSpec, ...], positions: Int[Array, "B T"]) -> di
     return {key: rotary_tables(key[0], key[1], positions) for key in keys}
 
 
-def whole_surroundings(num_tokens: int, segment_ids: Any, counted: Any = None) -> Surroundings:
+def whole_surroundings(
+    num_tokens: int, segment_ids: Any, counted: Any = None, dropout: Dropout | None = None
+) -> Surroundings:
     """Say what blocks need to know of whole sequences.
 
     Args:
         num_tokens: Their length.
         segment_ids: Document number of each token, 0 for padding; None means one document a row.
         counted: Weight of each token in the statistics of routers.
+        dropout: What training drops; None where nothing is.
     """
     starts = document_starts(segment_ids)
     return Surroundings(
@@ -49,11 +54,16 @@ def whole_surroundings(num_tokens: int, segment_ids: Any, counted: Any = None) -
         is_token=None if segment_ids is None else jnp.asarray(segment_ids) > 0,
         counted=counted,
         documents=None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32),
+        dropout=dropout,
     )
 
 
 def run_segment(
-    segment: Segment, blocks: list[Callable[..., Any]], weights: list[Any], x: Float[Array, "B T D"]
+    segment: Segment,
+    blocks: list[Callable[..., Any]],
+    weights: list[Any],
+    x: Float[Array, "B T D"],
+    numbers: list[Any],
 ) -> tuple[Float[Array, "B T D"], list[Routing | None]]:
     """Run a segment's blocks on whole sequences, a loop where its banks hold several layers.
 
@@ -62,22 +72,36 @@ def run_segment(
         blocks: The block of each run.
         weights: The stored weights of each run.
         x: What the first block reads.
+        numbers: As `layer_numbers` gives them.
 
     Returns:
         What the last block gives, and what the routers of each run say.
     """
 
-    def turn(x: Array, weights: list[Any]) -> tuple[Array, list[Any]]:
+    def turn(x: Array, of_turn: tuple[list[Any], list[Any]]) -> tuple[Array, list[Any]]:
         said = []
-        for block, own in zip(blocks, weights, strict=True):
-            x, _, own_routing = block(x, own)
+        for block, own, number in zip(blocks, *of_turn, strict=True):
+            x, _, own_routing = block(x, own, number=number)
             said.append(own_routing)
         return x, said
 
-    x, said = jax.lax.scan(turn, x, weights) if segment.repeats > 1 else turn(x, weights)
+    given = (weights, numbers)
+    x, said = jax.lax.scan(turn, x, given) if segment.repeats > 1 else turn(x, given)
     # The loss splits positions over tensor. Without this pin behind the loop, and its transpose on the way
     # back, GSPMD carries that split into every block and gathers weights and activations there.
     return constrain(x, RESIDUAL_NAMES), said
+
+
+def layer_numbers(segment: Segment, dropout: Dropout | None) -> list[Any]:
+    """Give the number in the model of each run's layers, which masks are drawn by; None where none are.
+
+    Args:
+        segment: Which layers.
+        dropout: What training drops.
+    """
+    if dropout is None:
+        return [None] * len(segment.runs)
+    return [jnp.asarray(run if segment.repeats > 1 else run[0]) for run in segment.runs]
 
 
 def run_cached_segment(

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dew.arrays import Array, Float, Int
+from dew.kernels.dropout import Dropout
 from dew.nn.backbones.banks import Segment, bank_name, logical_names
 from dew.nn.backbones.loops import by_layer, rotary_of, whole_surroundings
 from dew.nn.backbones.staging import staged_segment
@@ -47,10 +49,12 @@ class PipelinedDecoder:
     Attributes:
         decoder: The `CausalTransformer`, bound to its variables.
         pipeline: The stages and microbatches.
+        dropout: What training drops of the whole batch; None where nothing is.
     """
 
     decoder: Any
     pipeline: Pipeline
+    dropout: Dropout | None = None
 
     def hidden_states(
         self, tokens: Int[Array, "B T"], positions: Any, segment_ids: Any, counted: Any
@@ -66,10 +70,9 @@ class PipelinedDecoder:
         Returns:
             The output of the last norm, and the statistics of each layer with experts.
         """
-        given = {"positions": positions, "segment_ids": segment_ids, "weights": counted}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = self._given({"positions": positions, "segment_ids": segment_ids, "weights": counted})
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x = self.decoder.embedded(tokens, given.get("positions", places))
+        x = self.decoder.embedded(tokens, given.get("positions", places), self.dropout)
         x, said = through_stages(self.pipeline, self._stage(places), self._stage_weights(), x, given)
         return self.decoder.normed(x), self._routing(said)
 
@@ -86,7 +89,7 @@ class PipelinedDecoder:
         Returns:
             As `CausalTransformer.token_loss`.
         """
-        given = scored | {name: value for name, value in documents.items() if value is not None}
+        given = self._given({**scored, **documents})
         rows, length = scored["tokens"].shape
         banked = {bank_name(run) for run in self._segment.runs}
         outer = {name: self.decoder.stored(name) for name in self.decoder.parts() if name not in banked}
@@ -96,6 +99,15 @@ class PipelinedDecoder:
             self.pipeline, model, timetable, outer, self._stage_weights(), given
         )
         return total, correct, mass, self._routing(said)
+
+    def _given(self, arrays: dict[str, Array | None]) -> dict[str, Array]:
+        """Collect what is cut into microbatches: the arrays that there are, and the rows that masks are drawn for."""
+        rows = None if self.dropout is None else self.dropout.rows
+        return {name: value for name, value in (arrays | {"rows": rows}).items() if value is not None}
+
+    def _dropout_of(self, given: Any) -> Dropout | None:
+        """Give the dropout of a microbatch."""
+        return None if self.dropout is None else self.dropout.replace(rows=given["rows"])
 
     @property
     def _segment(self) -> Segment:
@@ -121,13 +133,16 @@ class PipelinedDecoder:
         """Build the function of one stage: (its weights, x, what its microbatch says of the tokens) -> (x, sums)."""
         decoder, segment = self.decoder, self._segment
         share = dataclasses.replace(segment, repeats=segment.repeats // self.pipeline.stages)
+        numbers = [np.reshape(run, (self.pipeline.stages, share.repeats)) for run in segment.runs]
 
         def stage(weights: Any, x: Array, given: Any) -> tuple[Array, Any]:
-            around = whole_surroundings(x.shape[1], given.get("segment_ids"), given.get("weights"))
+            dropout = self._dropout_of(given)
+            around = whole_surroundings(x.shape[1], given.get("segment_ids"), given.get("weights"), dropout)
+            own = [None if dropout is None else jnp.asarray(n)[self.pipeline.stage_number()] for n in numbers]
             if share.repeats == 1:
-                weights = jax.tree.map(lambda leaf: leaf[0], weights)
+                weights, own = jax.tree.map(lambda leaf: leaf[0], (weights, own))
             tables = rotary_of(decoder.layers, given.get("positions", counted))
-            return decoder.run_segment(share, weights, x, around, tables)
+            return decoder.run_segment(share, weights, x, around, tables, own)
 
         return stage
 
@@ -143,7 +158,8 @@ class PipelinedDecoder:
 
         def embed(outer, given):
             rows = look_up(mesh, outer["embed_tokens"]["embedding"], given["tokens"]).astype(decoder.dtype)
-            return constrain(decoder.positioned(rows, given.get("positions", counted), outer), RESIDUAL_NAMES)
+            positions, dropout = given.get("positions", counted), self._dropout_of(given)
+            return constrain(decoder.positioned(rows, positions, dropout, outer), RESIDUAL_NAMES)
 
         def score(outer, x, given):
             hidden, scored = decoder.normed(x, outer), (given["targets"], given["weights"])

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float, Int
+from dew.kernels.dropout import Dropout
 from dew.kernels.quantized_product import quantized
 from dew.nn.backbones.loops import rotary_of, whole_surroundings
 from dew.nn.prediction import PredictionLayer
@@ -35,6 +36,7 @@ def further_hidden_states(
     hidden: Float[Array, "B T D"],
     further: Sequence[Mapping[str, Array | None]],
     positions: Int[Array, "B T"] | None,
+    dropout: Dropout | None = None,
 ) -> tuple[tuple[Float[Array, "B T D"], ...], tuple[Routing, ...]]:
     """Run the layers one behind the other.
 
@@ -44,6 +46,7 @@ def further_hidden_states(
         further: For each layer `tokens`, the token that it reads at each position beside the hidden state,
             `segment_ids` as the decoder's, and `weights` of the positions in the statistics of its router.
         positions: Position of each hidden state in its document; None counts from 0.
+        dropout: What training drops; these layers are numbered behind the others. None where nothing is.
 
     Returns:
         What the head scores for each layer, and the statistics of those with experts.
@@ -57,13 +60,15 @@ def further_hidden_states(
         weights = decoder.stored(f"prediction_{index}")
         if spec.is_shared:
             weights = decoder.stored("prediction_0") | {"block": weights["block"]}
-        around = whole_surroundings(length, given["segment_ids"], given["weights"])
+        own = None if dropout is None else dropout.of_layer(len(decoder.layers) + index)
+        around = whole_surroundings(length, given["segment_ids"], given["weights"], own)
 
         def run(weights, hidden, embedded, around=around):
             with quantized(decoder.quantization):
                 return layer.apply({"params": decoder.ready(layer, weights)}, hidden, embedded, around, rotary)
 
         embedded = decoder.looked_up(given["tokens"])
+        embedded = embedded if own is None else own.of_embeddings(embedded)
         x, normed, routing = checkpointed(run, decoder.remat, in_loop=False)(weights, hidden, embedded)
         hidden = normed if spec.is_shared else x
         scored.append(normed)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dew.nn.attention import AttentionSpec
 from dew.nn.backbones.causal_transformer import CausalTransformer, LayerSpec
+from dew.nn.latent_attention import attention_form
 from dew.nn.mlp import MlpSpec
 from dew.nn.norm import NormSpec
 from dew.pretrained.families.family import uniform
@@ -184,6 +185,8 @@ def arguments_of(
     Returns:
         Arguments of `CausalTransformer`.
     """
+    if attends(layers):
+        more["attention_dropout_rate"] = fields.rate("attention_dropout")
     return {
         "vocab_size": fields.count("vocab_size"),
         "features": fields.count("hidden_size"),
@@ -197,13 +200,20 @@ def arguments_of(
 
 def model_config(module: CausalTransformer) -> dict[str, Any]:
     """Write what is outside the blocks."""
+    rates = {"attention_dropout": module.attention_dropout_rate} if attends(module.layers) else {}
     return {
         "vocab_size": module.vocab_size,
         "hidden_size": module.features,
         "num_hidden_layers": len(module.layers),
         "max_position_embeddings": module.max_length,
         "tie_word_embeddings": module.tie_embeddings,
+        **rates,
     }
+
+
+def attends(layers: Sequence[LayerSpec]) -> bool:
+    """Say whether any block attends."""
+    return any(attention_form(layer.mixer) for layer in layers)
 
 
 def layer_config(

@@ -4,7 +4,6 @@ Entry point: `Fields`.
 """
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -93,22 +92,12 @@ class Fields:
             raise CheckpointError(f"{self.where}: {name} must be true or false. Received: {name}={value!r}")
         return value
 
-    def unapplied_dropout(self, *names: str) -> None:
-        """Read rates of dropout, which changes no logits, and say that training here applies none.
-
-        Raises:
-            CheckpointError: If a rate is not from 0 up to 1.
-        """
-        rates = {name: self.get(name, 0.0) for name in names}
-        for name, rate in rates.items():
-            if type(rate) not in (int, float) or not 0 <= rate < 1:
-                raise CheckpointError(f"{self.where}: {name} must be from 0 up to 1. Received: {name}={rate!r}")
-        if positive_rates := [f"{name}={rate}" for name, rate in rates.items() if rate]:
-            warnings.warn(
-                f"{self.where}: {', '.join(positive_rates)}: no dropout is applied here, in training either. Set the "
-                "rates to 0 in config.json to say that this is meant.",
-                stacklevel=2,
-            )
+    def rate(self, name: str, default: float = 0.0) -> float:
+        """Read a rate of dropout, from 0 up to 1."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise CheckpointError(f"{self.where}: {name} must be from 0 up to 1. Received: {name}={value!r}")
+        return float(value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """Read a name and return what `choices` holds for it."""

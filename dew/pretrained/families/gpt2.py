@@ -37,7 +37,12 @@ NAMES = {
     "num_hidden_layers": "n_layer",
 }
 """Fields of other decoders, and what this config calls them."""
-DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+DROPOUT = {
+    "attention_dropout_rate": "attn_pdrop",
+    "embedding_dropout_rate": "embd_pdrop",
+    "dropout_rate": "resid_pdrop",
+}
+"""Rates of dropout, ours to the config's; a config that states none means 0.1."""
 # Other heads; an order of the same product.
 UNUSED = (
     "reorder_and_upcast_attn",
@@ -66,8 +71,8 @@ def translate(fields: Fields) -> dict[str, Any]:
         "embedding": EmbeddingSpec(positions=max_length),
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
         "max_length": max_length,
+        **{ours: fields.rate(theirs, 0.1) for ours, theirs in DROPOUT.items()},
     }
-    fields.unapplied_dropout(*DROPOUT)
     for name in UNUSED:
         fields.get(name, None)
     fields.finish({"n_ctx": (max_length,)})
@@ -80,11 +85,12 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     if config["activation_function"] == "gelu_pytorch_tanh":
         config["activation_function"] = "gelu_new"  # the name that this family has for it
     written = {**model_config(module), **config}
-    implied = ("head_dim", "num_key_value_heads")
+    implied = ("head_dim", "num_key_value_heads", "attention_dropout")
     scales = [layer.attention.scale for layer in module.layers]
     first, plain = module.layers[0].attention.logit_scale, module.layers[0].attention.head_dim ** -0.5
     return {
         **{NAMES.get(name, name): value for name, value in written.items() if name not in implied},
+        **{theirs: getattr(module, ours) for ours, theirs in DROPOUT.items()},
         "scale_attn_weights": first == plain,
         "scale_attn_by_inverse_layer_idx": any(scale != scales[0] for scale in scales),
     }

@@ -44,11 +44,12 @@ def translate(fields: Fields) -> dict[str, Any]:
     mlp = mlp_of(fields, default="gelu", choices={**ACTIVATIONS, "gelu_fast": "gelu_tanh"}, gated=False, bias=True)
     parallel = fields.flag("use_parallel_residual", True)
     layer = LayerSpec(mixer=attention, mlp=mlp, norm=norm, placement="parallel" if parallel else "pre")
-    arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
+    layers, rate = (layer,) * fields.count("num_hidden_layers"), fields.rate("hidden_dropout")
+    arguments = arguments_of(fields, layers, norm, max_length, dropout_rate=rate, embedding_dropout_rate=rate)
     fields.get("classifier_dropout", None)
     # What later releases wrote beside the fields of this class, which alone are read.
     also = {"rope_theta": rotary.theta, "partial_rotary_factor": rotary.fraction, "head_dim": attention.head_dim}
-    fields.finish({"hidden_dropout": (0, 0.0), **{name: (value,) for name, value in also.items()}})
+    fields.finish({name: (value,) for name, value in also.items()})
     return arguments
 
 
@@ -64,7 +65,8 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
         eps="layer_norm_eps",
     )
     implied = ("head_dim", "num_key_value_heads")
-    return {**model_config(module), **{name: value for name, value in config.items() if name not in implied}}
+    kept = {name: value for name, value in config.items() if name not in implied}
+    return {**model_config(module), **kept, "hidden_dropout": module.dropout_rate}
 
 
 FAMILY = Family(

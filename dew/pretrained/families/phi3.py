@@ -45,8 +45,9 @@ def translate(fields: Fields) -> dict[str, Any]:
         rotary=read_rotary(fields, max_length, partial=True, kinds=ROPE_TYPES, default_original=4096),
     )
     layer = LayerSpec(mixer=attention, mlp=mlp_of(fields), norm=norm)
-    arguments = arguments_of(fields, (layer,) * fields.count("num_hidden_layers"), norm, max_length)
-    fields.finish({"resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)})
+    layers, rate = (layer,) * fields.count("num_hidden_layers"), fields.rate("resid_pdrop")
+    arguments = arguments_of(fields, layers, norm, max_length, dropout_rate=rate)
+    fields.finish({"embd_pdrop": (0, 0.0)})
     return arguments
 
 
@@ -70,7 +71,7 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
         raise ValueError(f"a Phi-3 config scales by longrope alone. Received: rope_type={rotary['rope_type']!r}")
     if "original_max_position_embeddings" in rotary:
         config["original_max_position_embeddings"] = rotary["original_max_position_embeddings"]
-    return {**model_config(module), **config}
+    return {**model_config(module), **config, "resid_pdrop": module.dropout_rate}
 
 
 FAMILY = Family(

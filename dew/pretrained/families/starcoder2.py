@@ -20,7 +20,8 @@ WEIGHTS = decoder_weights_but(
     *linear("params/layers_{i}/mlp/up_proj", "model.layers.{i}.mlp.c_fc", "F D -> D F"),
     *linear("params/layers_{i}/mlp/down_proj", "model.layers.{i}.mlp.c_proj", "D F -> F D"),
 )
-DROPOUT = ("attention_dropout", "residual_dropout", "embedding_dropout")
+DROPOUT = {"dropout_rate": "residual_dropout", "embedding_dropout_rate": "embedding_dropout"}
+"""Rates beside that of attention, ours to the config's."""
 
 
 def translate(fields: Fields) -> dict[str, Any]:
@@ -39,8 +40,8 @@ def translate(fields: Fields) -> dict[str, Any]:
     )
     mlp = mlp_of(fields, default="gelu_pytorch_tanh", gated=False, bias=bias)
     layers = (LayerSpec(mixer=attention, mlp=mlp, norm=norm),) * fields.count("num_hidden_layers")
-    arguments = arguments_of(fields, layers, norm, max_length, tied=True)
-    fields.unapplied_dropout(*DROPOUT)
+    rates = {ours: fields.rate(theirs) for ours, theirs in DROPOUT.items()}
+    arguments = arguments_of(fields, layers, norm, max_length, tied=True, **rates)
     fields.finish({"norm_type": ("layer_norm",), "mlp_type": ("default",)})
     return arguments
 
@@ -58,7 +59,8 @@ def config_dict(module: CausalTransformer) -> dict[str, Any]:
     )
     if config["head_dim"] * config["num_attention_heads"] == module.features:
         config.pop("head_dim")  # no field of the config class, which reads it only where it differs
-    return {**model_config(module), **config}
+    rates = {theirs: getattr(module, ours) for ours, theirs in DROPOUT.items()}
+    return {**model_config(module), **config, **rates}
 
 
 FAMILY = Family(

@@ -35,6 +35,7 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         "tie_word_embeddings": shared["tie_word_embeddings"],
         "layer_norm_epsilon": fields.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # the metadata say nothing of training
     }
     # Every head has keys of its own.
     fields.finish({"attention.head_count_kv": (shared["num_attention_heads"],)})
