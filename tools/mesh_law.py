@@ -1,9 +1,8 @@
 """The law of meshes as a table: training on every factorisation of 8 devices is training on one device.
 
 Run `python -m tools.mesh_law` for all of `tools/mesh_cases.py`, `--axis stage` for the meshes with stages, `--without
-stage` for the others, `--part 1/4` for a quarter, `--cover` for what the tests run. Compared in float32, leaf by leaf:
-loss, metrics, gradients and weights of three updates, on rows with odd documents, padding, unequal masks, slices and
-microbatches that score nothing.
+stage` for the others, `--part 1/4`, `--cover` for what the tests run. Compared in float32, leaf by leaf: loss, metrics,
+gradients and weights of three updates on rows with odd documents, padding, unequal masks and parts that score nothing.
 """
 
 from __future__ import annotations
