@@ -40,6 +40,8 @@ _TENSOR, _PARAMETER, _DICT = (
 )
 _GLOBALS = {_TENSOR, _PARAMETER, _DICT}
 _MAX_ELEMENT = 2**48
+_MAX_STEPS = 4_000_000
+"""Opcodes of one pickle: a tensor takes some forty, and an opcode of one byte may make an object of a hundred."""
 
 
 def unpickle(data: bytes, where: object) -> dict[str, StoredTensor]:
@@ -86,7 +88,7 @@ class _Machine:
 
     def run(self) -> Any:
         steps = self._steps()
-        while True:
+        for _ in range(_MAX_STEPS):
             code = self._take(1)
             if code == pickle.STOP:
                 return self.stack.pop()
@@ -95,6 +97,9 @@ class _Machine:
                 name = next((op.name for op in pickletools.opcodes if op.code == code.decode("latin-1")), repr(code))
                 raise CheckpointError(f"{self.where}: its pickle uses {name}, which a dict of tensors does not need.")
             step()
+        raise CheckpointError(
+            f"{self.where}: its pickle has more than {_MAX_STEPS} opcodes, which no dict of tensors has."
+        )
 
     def _steps(self) -> dict[bytes, Callable[[], None]]:
         push, number = self.stack.append, self._number
@@ -129,7 +134,7 @@ class _Machine:
             pickle.BINGET: lambda: push(self.memo[number("<B")]),
             pickle.LONG_BINGET: lambda: push(self.memo[number("<I")]),
             pickle.GLOBAL: lambda: self._global(f"{self._line()}.{self._line()}"),
-            pickle.STACK_GLOBAL: lambda: self._global("{}.{}".format(*self._last(2))),
+            pickle.STACK_GLOBAL: lambda: self._global(".".join(self._last(2))),
             pickle.BINPERSID: lambda: push(self._storage(self.stack.pop())),
             pickle.REDUCE: lambda: self._reduce(*self._last(2)),
             pickle.BUILD: self._build,
@@ -186,7 +191,7 @@ class _Machine:
             if not isinstance(key, str | int):
                 raise TypeError(f"a key is a {type(key).__name__}")
             if key in target:
-                raise ValueError(f"the key {key!r} appears twice")
+                raise ValueError(f"the key {str(key)[:80]!r} appears twice")
             target[key] = value
 
     def _put(self, place: int) -> None:
@@ -219,12 +224,17 @@ class _Machine:
             raise TypeError(f"{name or type(function).__name__} is called as torch does not call it")
 
     def _tensor(self, storage: _Storage, offset: Any, shape: Any, strides: Any) -> StoredTensor:
-        numbers = (offset, *shape, *strides)
+        if type(shape) is not tuple or type(strides) is not tuple:
+            raise TypeError("the sizes and strides of a tensor are no tuples")
         if len(shape) != len(strides) or len(shape) > 32:
             raise ValueError(f"a tensor has {len(shape)} sizes and {len(strides)} strides")
-        if any(type(number) is not int or not 0 <= number < _MAX_ELEMENT for number in numbers):
+        numbers = (offset, *shape, *strides)
+        # What holds itself twice, again and again, takes few bytes here and no end of them as a text.
+        if not all(type(number) is int for number in numbers):
+            raise TypeError("the offset, sizes and strides of a tensor are no whole numbers")
+        if not all(0 <= number < _MAX_ELEMENT for number in numbers):
             raise ValueError(f"a tensor has offset {offset}, shape {shape} and strides {strides}")
-        return StoredTensor(storage.kind, storage.key, offset, tuple(shape), tuple(strides))
+        return StoredTensor(storage.kind, storage.key, offset, shape, strides)
 
     def _build(self) -> None:
         # A state dict carries the versions of its modules as an attribute; no weight depends on it.

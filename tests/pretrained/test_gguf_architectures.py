@@ -1,6 +1,7 @@
 """Each GGUF architecture gives the config, the names and the values of the checkpoint it was made from."""
 
 import json
+import types
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from dew.pretrained import CheckpointError, describe, load_pretrained
 from dew.pretrained.formats import GGUF_ARCHITECTURES
+from dew.pretrained.formats.architecture import GgufFields
 from dew.pretrained.gguf import GgufFile
 from tests.pretrained import gguf_files
 from tests.pretrained.checkpoints import FIXTURES
@@ -205,6 +207,12 @@ def test_longrope_is_read_from_its_tables(written):
 @pytest.mark.parametrize(
     "name, architecture, fields, text",
     [
+        (
+            "llama",
+            "llama",
+            {"rope.scaling.kinds": [0] * 999},
+            r"llama\.rope\.scaling\.kinds=\[0, 0, 0, 0, 0, 0, \.\.\.\]$",
+        ),
         ("cohere2", "cohere2", {"attention.sliding_window": 8}, "lacks cohere2.logit_scale"),
         ("cohere2", "cohere2", {"logit_scale": 1.0}, "lacks cohere2.attention.sliding_window"),
         (
@@ -236,3 +244,16 @@ def test_a_period_of_windows_and_its_flags_say_the_same(written):
         written("cohere2", "cohere2", {**fields, "attention.sliding_window_pattern": [True, True, False]})
     ).module
     assert by_period == by_flags == load_pretrained(FIXTURES / "cohere2", dtype="float32").module
+
+
+def test_heads_as_wide_as_no_model_has_are_refused_before_their_frequencies_are_made(written):
+    width = {"rope.dimension_count": 2**31 - 2, "attention.key_length": 2**31 - 2, "attention.value_length": 2**31 - 2}
+    with pytest.raises(CheckpointError, match="heads of 2147483646 dimensions; at most 65536"):
+        describe(written("llama", "llama", width, **{"rope_freqs.weight": np.ones(6, np.float32)}))
+
+
+@pytest.mark.parametrize("value", [1e60, 1e-60, float("inf"), float("nan"), -1.0, 0, 10**400, [1.0] * 999, "1", True])
+def test_a_number_that_float32_does_not_hold_is_refused_in_few_words(value):
+    file = types.SimpleNamespace(path="a.gguf", metadata={"llama.scale": value}, tensors={})
+    with pytest.raises(CheckpointError, match=r"llama\.scale: expected a positive number\. Received: .{1,60}$"):
+        GgufFields(file, "llama").number("scale")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dew.pretrained import CheckpointError, load_pretrained
+from dew.pretrained import CheckpointError, load_pretrained, unpickle
 from dew.pretrained.source import whole
 from dew.pretrained.torch_pickle import TorchFile
 from tests.pretrained.checkpoints import FIXTURES, everything_in
@@ -123,6 +123,9 @@ def stored(shape=(2,), strides=(1,), offset=0, storage="FloatStorage", key="0", 
     return b"\x80\x02}" + text("a") + tensor + b"s."
 
 
+SIZES = b"(J\2\0\0\0t"
+DOUBLED = b")q\0" + b"h\0\x86q\0" * 99 + b"\x85"
+"""A tuple of tuples that is 2**99 of them as a text."""
 GOOD = {"data/0": bytes(8), "version": b"3\n"}
 BROKEN = {
     "past the end": (stored((3,)), GOOD, "ends at byte 12 of a storage of 8 bytes"),
@@ -148,6 +151,9 @@ BROKEN = {
     "a key twice": (stored()[:-1] + stored()[3:], GOOD, "the key 'a' appears twice"),
     "a huge text": (b"\x80\x02X\xff\xff\xff\xff.", GOOD, "in the middle"),
     "text of an extension": (b"\x80\x02\x82\x01.", GOOD, "uses EXT1"),
+    "sizes of sizes": (stored().replace(SIZES, DOUBLED), GOOD, "offset, sizes and strides of a tensor are no whole"),
+    "a text of sizes": (stored().replace(SIZES, b"X\2\0\0\0ab"), GOOD, "sizes and strides of a tensor are no tuples"),
+    "a name of tuples": (b"\x80\x04" + DOUBLED + b"\x8c\1x\x93.", GOOD, "its pickle is damaged"),
     "an old protocol": (b"\x80\x00}.", GOOD, "protocol 0 is not read"),
 }
 
@@ -157,6 +163,13 @@ def test_a_broken_file_is_refused_by_its_rule(name, tmp_path):
     data, records, message = BROKEN[name]
     with pytest.raises(CheckpointError, match=message):
         TorchFile(archive(tmp_path / "a.bin", data, records))
+
+
+def test_more_opcodes_than_any_dict_of_tensors_has_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(unpickle, "_MAX_STEPS", 1000)
+    for opcode in (b"}", b"]", b"N", b"h\0"):
+        with pytest.raises(CheckpointError, match="its pickle has more than 1000 opcodes"):
+            TorchFile(archive(tmp_path / "a.bin", b"\x80\x02}q\0" + opcode * 1000 + b"."))
 
 
 def test_the_tensor_of_these_tests_is_read_when_it_is_right(tmp_path):

@@ -7,6 +7,7 @@ Entry points: `GgufArchitecture`, `GgufFields`; the parts that Llama and its des
 import dataclasses
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.finetuned": (False, True),  # whether the scaling was trained with, which changes no result
     "attention.causal": (True,),
 }
+TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+"""Positive numbers that float32 holds."""
 _TOKENS = (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id"))
 
 
@@ -71,7 +74,7 @@ class GgufFields:
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < 2**31:
             raise CheckpointError(
-                f"{self.where}: {self.architecture}.{key} must be a positive whole number. Received: {value!r}"
+                f"{self.where}: {self.architecture}.{key} must be a positive whole number. Received: {shortened(value)}"
             )
         return value
 
@@ -84,9 +87,9 @@ class GgufFields:
         if default is None and key not in self.values:
             raise CheckpointError(f"{self.where}: the metadata lacks {self.architecture}.{key}.")
         value = self.get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if type(value) not in (int, float) or not TINY <= value <= HUGE:
             raise CheckpointError(
-                f"{self.where}: {self.architecture}.{key}: expected a positive number. Received: {value!r}"
+                f"{self.where}: {self.architecture}.{key}: expected a positive number. Received: {shortened(value)}"
             )
         return float(str(np.float32(value)))
 
@@ -105,7 +108,7 @@ class GgufFields:
         """
         known = {**_NEUTRAL, **(neutral or {})}
         unknown = [
-            f"{self.architecture}.{key}={value!r}"
+            f"{self.architecture}.{key}={shortened(value)}"
             for key, value in self.values.items()
             if key not in self._read and value not in known.get(key, ())
         ]
@@ -113,6 +116,11 @@ class GgufFields:
             raise CheckpointError(
                 f"{self.where}: these fields may change the computation and are not supported: {', '.join(unknown)}"
             )
+
+
+def shortened(value: Any) -> str:
+    """Show a value of the metadata in an error; it may be an array of millions."""
+    return reprlib.repr(value)
 
 
 def as_stored(name: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
@@ -179,7 +187,7 @@ class GgufArchitecture:
             for key, name in _TOKENS
             if (value := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
         }
-        wrong = {name: value for name, value in tokens.items() if type(value) is not int}
+        wrong = {name: shortened(value) for name, value in tokens.items() if type(value) is not int}
         if wrong:
             raise CheckpointError(f"{file.path}: token ids must be whole numbers. Received: {wrong}")
         return {**self.translate(GgufFields(file, self.name)), **tokens}
@@ -306,7 +314,7 @@ def layer_kinds(fields: GgufFields, num_layers: int, period: int) -> list[str]:
     if not isinstance(pattern, list) or len(pattern) != num_layers or not all(each in (0, 1) for each in pattern):
         raise CheckpointError(
             f"{fields.where}: {fields.architecture}.attention.sliding_window_pattern must be a period or a flag for "
-            f"each of {num_layers} layers. Received: {str(pattern)[:80]}"
+            f"each of {num_layers} layers. Received: {shortened(pattern)}"
         )
     return ["sliding_attention" if each else "full_attention" for each in pattern]
 
@@ -374,13 +382,15 @@ def _longrope_fields(fields: GgufFields, rotated: int, max_length: int) -> dict[
 
 def _llama3_scaling(table: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
     """Find the published Llama 3 scaling whose divisors of the frequencies are this table."""
+    if table.shape != (-(-head_dim // 2),):  # before a table of the stated width is made
+        return None
     for factor in (8.0, 32.0):
         parameters = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         original = 8192
         turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
         smooth = np.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
         divisors = 1.0 / ((1.0 - smooth) / factor + smooth)
-        if table.shape == divisors.shape and np.allclose(table, divisors, rtol=1e-5):
+        if np.allclose(table, divisors, rtol=1e-5):
             scaling = {**parameters, "original_max_position_embeddings": original}
             return {"rope_type": "llama3", "rope_theta": theta, **scaling}
     return None
