@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 __all__ = ["host_pieces", "host_value", "initialize", "is_primary", "write_once"]
 
@@ -77,20 +77,23 @@ def host_value(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def host_pieces(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Copy a whole array to this host in pieces of `PIECE_BYTES`, or of one row where rows are larger.
+def host_pieces(leaf: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Copy an array, or one entry of it, to this host in pieces of `PIECE_BYTES`, or of one row where rows are larger.
 
     Where the array spans processes, all of them must call this together.
 
     Args:
-        leaf: An array on any mesh, or a host array; with one dimension or more.
+        leaf: An array on any mesh, or a host array.
+        place: Which entry, by its numbers in the leading dimensions; what is copied has one dimension or more.
 
     Yields:
-        Where a piece lies in the array, and its values.
+        Where a piece lies in what is copied, and its values.
     """
     if not isinstance(leaf, jax.Array):
-        yield (slice(None),), np.asarray(leaf)
+        yield (slice(None),), np.asarray(leaf)[place]
         return
+    if place:
+        leaf = _entry(leaf, place)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         assert isinstance(leaf.sharding, NamedSharding), "what spans processes lies on a mesh"
         leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
@@ -106,6 +109,44 @@ def host_pieces(leaf: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
 @functools.partial(jax.jit, static_argnums=2)
 def _rows(part: jax.Array, start: int, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(part, start, count)
+
+
+def _entry(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    """Take one entry. Plain indexing gathers the entries of all devices first where a leading dimension is split."""
+    spec = tuple(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ()
+    if not any(spec[: len(place)]):
+        return _indexed(leaf, place)
+    assert isinstance(leaf.sharding, NamedSharding), "what is split lies on a mesh"
+    return _indexed_where_held(leaf.sharding.mesh, spec, len(place))(leaf, np.asarray(place, np.int32))
+
+
+@jax.jit
+def _indexed(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
+    for number in place:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, number, axis=0, keepdims=False)
+    return leaf
+
+
+@functools.cache
+def _indexed_where_held(mesh: Mesh, spec: tuple[Any, ...], count: int) -> Callable[[jax.Array, Any], jax.Array]:
+    """Compile an entry's way from the devices that hold it to those that hold the same part of other entries."""
+    leading = spec[:count]
+    axes = [axis for each in leading if each for axis in (each if isinstance(each, tuple) else (each,))]
+
+    def local(part: jax.Array, place: jax.Array) -> jax.Array:
+        starts = [
+            jax.lax.axis_index(each) * size if each else 0 for each, size in zip(leading, part.shape, strict=False)
+        ]
+        own = place - jnp.stack(starts)
+        sizes = np.array(part.shape[:count])
+        entry = _indexed(part, tuple(jnp.clip(own, 0, sizes - 1)))
+        # Bits, of which one device has those that are not 0: a sum of numbers would lose the sign of a zero.
+        bits = jax.lax.bitcast_convert_type(entry, f"uint{8 * entry.dtype.itemsize}")
+        bits = jax.lax.psum(jnp.where(jnp.all((own >= 0) & (own < sizes)), bits, 0), tuple(axes))
+        return jax.lax.bitcast_convert_type(bits, entry.dtype)
+
+    specs = (PartitionSpec(*spec), PartitionSpec())
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(*spec[count:])))
 
 
 def write_once(write: Callable[[Iterator[Any]], None], items: Iterator[Any]) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 
 from dew.data.text import Tokenizer
@@ -297,16 +296,9 @@ def _stored(tensor: _Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
         place = recipe.place_of(number)
         # Tiles run along the source's rows: seen from the leaf's side the copy is the one that loading makes.
         layer = recipe.in_leaf_order(recipe.part_of(result))
-        for index, values in host_pieces(_taken(leaf, place) if place else leaf):
+        for index, values in host_pieces(leaf, place):
             copy_tiled(layer[index], values)
     return result
-
-
-@jax.jit
-def _taken(bank: jax.Array, place: tuple[int, ...]) -> jax.Array:
-    for number in place:
-        bank = jax.lax.dynamic_index_in_dim(bank, number, axis=0, keepdims=False)
-    return bank
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

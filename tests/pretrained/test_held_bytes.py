@@ -19,15 +19,17 @@ HELD = """
 import json, os, pathlib, sys
 sys.path.insert(0, "tools")
 from benchmark_load import measured, streamed
-from synthetic_checkpoint import llama_config, write_safetensors
+from synthetic_checkpoint import llama_config, mixtral_config, write_safetensors
 import jax
 from dew.placement import Layout, MeshSpec, build_mesh
 from dew.pretrained import describe, load_pretrained, save_pretrained
-folder, mesh = pathlib.Path(sys.argv[1]), build_mesh(MeshSpec(fsdp=8))
-sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 32_768}
-config = llama_config(4, **sizes)
+folder, kind, axes = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+mesh, configs = build_mesh(MeshSpec(**axes)), {"llama": llama_config, "mixtral": mixtral_config}
+sizes = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32_768, **json.loads(sys.argv[4])}
+config = configs[kind](4, **sizes)
 write_safetensors(folder, config)
-small = load_pretrained("tests/fixtures/llama", mesh=mesh)  # what both take the first time is no part of them
+# What both take the first time is no part of them.
+small = load_pretrained("tests/fixtures/" + kind, mesh=mesh, layout=Layout(min_shard=1, tolerance=1.0))
 save_pretrained(folder / "small", small.module, small.variables)
 variables, loading = measured(lambda: streamed(folder, mesh, Layout()))
 _, saving = measured(lambda: save_pretrained(folder / "out", describe(folder).module, variables, config))
@@ -39,13 +41,21 @@ print("RESULT " + json.dumps([loading["peak_bytes"], sum(shards), max(shards), s
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux' /proc")
-def test_a_load_holds_what_is_placed_and_one_shard_and_a_save_holds_one_leaf(tmp_path):
+@pytest.mark.parametrize(
+    "kind, axes, sizes",
+    [
+        ("llama", {"fsdp": 8}, {"intermediate_size": 4096}),
+        ("mixtral", {"expert": 4, "fsdp": 2}, {"intermediate_size": 1024}),
+    ],
+    ids=["dense", "a tensor for each expert"],
+)
+def test_a_load_holds_what_is_placed_and_one_shard_and_a_save_holds_one_leaf(tmp_path, kind, axes, sizes):
     # Mapped pages count as resident: pages that are not given back when their leaf has landed would double the load,
     # as loading the whole before placing it would.
     flags = "--xla_force_host_platform_device_count=8"
     # One thread a device: what the allocator keeps for each of many differs from run to run.
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": "8", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HELD, str(tmp_path)]
+    command = [sys.executable, "-c", HELD, str(tmp_path), kind, json.dumps(axes), json.dumps(sizes)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ((loading, placed, largest_shard, saving, largest_leaf),) = results([done.stdout])
