@@ -54,9 +54,8 @@ class Model(StepMethods, WeightVerbs):
         _preset: Any = None,
     ) -> None:
         if not hasattr(module, "apply") or not hasattr(module, "init"):
-            raise TypeError(
-                f"Model needs a Flax Linen module, or use Model.from_preset(source). Received: module={module!r}"
-            )
+            text = "Model needs a Flax Linen module, or use Model.from_preset(source). Received: module="
+            raise TypeError(f"{text}{module!r}")
         self._engine = Engine(module, preset=_preset, variables=variables, seed=seed, model=self)
         self._loss_tracker = LossTracker(self._engine)
         self.tokenizer = tokenizer
@@ -94,8 +93,7 @@ class Model(StepMethods, WeightVerbs):
             ValueError: If its config is not understood.
         """
         read = read_preset(preset, load_weights, revision, tokenizer, prediction_layers, dropout)
-        name = str(read.described.config.get("model_type", "")) or None
-        return cls(read.described.module, read.described.tokenizer, seed=seed, name=name, _preset=read)
+        return cls(read.described.module, read.described.tokenizer, seed=seed, name=read.name, _preset=read)
 
     # What the model holds ------------------------------------------------------------------------
 

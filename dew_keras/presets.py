@@ -27,6 +27,11 @@ class Preset:
     described: PretrainedConfig
     load_weights: bool = True
 
+    @property
+    def name(self) -> str | None:
+        """What the checkpoint calls its family; None where it does not say."""
+        return str(self.described.config.get("model_type", "")) or None
+
     def load(self, module: Any, mesh: Mesh, layout: Layout, storage: str | None) -> dict[str, Any]:
         """Stream the weights from the file onto a mesh.
 
