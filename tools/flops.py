@@ -16,9 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from dew.nn.attention import AttentionSpec
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
+from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
+from dew.parallel.choice import checked_sequence_implementation
 from dew.planning.flops import Product, matrix_products
 from tools.collectives import llama_like
+
+MIXERS = ("attention", "mamba2", "gated_delta_net")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,10 @@ def step_flops(trainer: Any, batch: Mapping[str, Any]) -> StepFlops:
     return StepFlops(devices=mesh.size, vocab_size=module.vocab_size, products=tuple(matrix_products(text)), **routed)
 
 
-_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PARTS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("x_proj", "b_proj", "c_proj", "dt_proj", "beta_proj", "decay_proj", "out_proj"),
+)
 
 
 def part_of(product: Product, vocab_size: int) -> str:
@@ -112,6 +121,8 @@ def part_of(product: Product, vocab_size: int) -> str:
     for part in _PARTS:
         if f"/{part}/" in product.op_name:
             return part
+    if ".scan/" in product.op_name:
+        return "scan"
     if vocab_size in (*product.shape, product.contracted):
         return "vocabulary"
     # A pipeline's loop has no names for its blocks. Of layers with experts "blocks" are the routers.
@@ -150,6 +161,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--length", type=int, default=32, help="positions of a row")
     parser.add_argument("--remat", default=None)
+    parser.add_argument("--mixer", choices=MIXERS, default="attention", help="what mixes the tokens of a layer")
+    parser.add_argument("--window", type=int, help="how many tokens a token reads, itself included")
+    parser.add_argument("--sequence-impl", type=checked_sequence_implementation, default="auto", help="the exchange")
     options = parser.parse_args(arguments)
     # JAX reads it with its first device.
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={options.devices}")
@@ -166,6 +180,8 @@ def _compiled(options: argparse.Namespace) -> tuple[StepFlops, StepFlops]:
 
     fields = ("layers", "width", "heads", "kv_heads", "mlp", "vocab", "length", "remat")
     module = llama_like(**{name: getattr(options, name) for name in fields})
+    layers = tuple(dataclasses.replace(layer, mixer=_mixer(layer.mixer, options)) for layer in module.layers)
+    module = module.clone(layers=layers, sequence_impl=options.sequence_impl)
     factors = {name: int(size) for name, _, size in (part.partition("=") for part in options.mesh.split(","))}
     batch = {"tokens": np.ones((options.rows, options.length + 1), np.int32)}
     one = build_mesh(devices=jax.devices()[:1])
@@ -175,6 +191,16 @@ def _compiled(options: argparse.Namespace) -> tuple[StepFlops, StepFlops]:
         return step_flops(dew.Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=layout), batch)
 
     return step(factors), step(one)
+
+
+def _mixer(attention: AttentionSpec, options: argparse.Namespace) -> Any:
+    """Give the mixer asked for, with heads as attention has them and a state as wide as a head."""
+    sizes = {"num_heads": options.heads, "head_dim": attention.head_dim}
+    if options.mixer == "mamba2":
+        return Mamba2Spec(**sizes, num_groups=options.kv_heads, state_size=attention.head_dim)
+    if options.mixer == "gated_delta_net":
+        return GatedDeltaNetSpec(**sizes, num_keys=options.kv_heads, key_dim=attention.head_dim)
+    return dataclasses.replace(attention, window=options.window)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Bool, Float
-from dew.kernels.ssd import BLOCK, in_chunks, segment_sums
+from dew.kernels.ssd import chunk_length, computed_again, in_chunks, segment_sums
 
 CHUNK = 64
 """Tokens of a chunk: triangular systems grow with its square, chunks that wait for each other with their number."""
@@ -42,7 +42,8 @@ def delta_rule(
     """Decay the state, correct what it holds for the token's key towards the token's value, and read it.
 
     state = exp(log_decay_t) state_(t-1), state_t = state + beta_t (v_t - state k_t) k_t^T, y_t = state_t q_t. Head n
-    has the key and the query n // (N // G).
+    has the key and the query n // (N // G). Forward, backward and what is computed again cost
+    2 (8 C G P + 5.5 C N H + 11 N H P) operations a token, the system solved three times for C N H each.
 
     Args:
         v: Values of the tokens.
@@ -60,14 +61,14 @@ def delta_rule(
     B, T, N, H = v.shape
     G, P = k.shape[2:]
     assert N % G == 0, f"{N} heads cannot share {G} keys evenly"
-    chunk = min(-(-chunk // BLOCK), -(-T // BLOCK)) * BLOCK
+    chunk = chunk_length(T, chunk)
     v, k, q, log_decay, beta = (each.astype(jnp.float32) for each in (v, k, q, log_decay, beta))
     documents = jnp.zeros((B, T), jnp.int32) if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
     gates = (each.reshape(B, T, G, N // G) for each in (log_decay, beta))
     tokens = (v.reshape(B, T, G, N // G, H), k, q, *gates)
     state = jnp.zeros((B, N, H, P), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
     (state, _), y = jax.lax.scan(
-        jax.checkpoint(_chunk, prevent_cse=False),
+        computed_again(_chunk),
         (state.reshape(B, G, N // G, H, P), jnp.zeros(B, jnp.int32)),
         (*(in_chunks(each, chunk) for each in tokens), in_chunks(documents, chunk, "edge")),
     )

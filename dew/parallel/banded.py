@@ -15,6 +15,8 @@ from dew.parallel.traffic import AttentionSizes, Transfer
 def banded_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     """Attend from this device's queries to its own keys and the last ones of the device before.
 
+    That is t (t + r) pairs of a query and a key for slices of t, 12 H operations each, forward and backward.
+
     Args:
         shard: This device's part, whose window or chunk `banded_reach` lets into one slice.
 

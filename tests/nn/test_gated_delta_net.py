@@ -16,7 +16,6 @@ from dew.nn.rope import RotarySpec
 from dew.placement.layout import Layout, LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.stacks import stack_view
-from dew.planning.flops import decoder_step_flops
 from tests.nn.decoder_laws import TOKENS, Decoder
 from tests.tiny import tiny_decoder, tiny_layer
 
@@ -112,9 +111,3 @@ def test_keys_that_a_tensor_axis_does_not_divide_are_refused_with_an_axis_that_d
     Layout(min_shard=1, tolerance=1.0).check(mesh, abstract, layout.shardings(mesh, abstract))
     with jax.set_mesh(mesh):
         decoder().assert_whole_sequences_are_the_slow_decoder()
-
-
-def test_the_formula_of_operations_refuses_the_mixer_by_name():
-    module, variables = decoder().module, decoder().variables
-    with pytest.raises(ValueError, match=r"counts attention alone\. .*program_flops.* Received: .*GatedDeltaNetSpec"):
-        decoder_step_flops(module, variables, rows=1, length=8)

@@ -50,6 +50,13 @@ def test_a_gradient_costs_twice_the_forward():
     assert program_flops(text(by_all, *shapes)) == 3 * forward
 
 
+def test_a_triangular_system_counts_half_its_rows_for_each_of_its_columns():
+    def solve(a, b):
+        return jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True, unit_diagonal=True)
+
+    assert program_flops(text(solve, (3, 16, 16), (3, 16, 5))) == 2 * (3 * 16 * 5) * 8
+
+
 def test_both_branches_of_a_conditional_count():
     def choose(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: (x @ w).sum(), lambda: (x.T @ x).sum())

@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from dew.nn.block import LayerSpec
+from dew.nn.gated_delta_net import GatedDeltaNetSpec
 from dew.nn.latent_attention import LatentAttentionSpec
+from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import NormSpec
 from dew.nn.prediction import PredictionSpec
@@ -25,12 +28,13 @@ ROWS, LENGTH = 16, 32
 SHAPE = {"layers": 2, "width": 64, "heads": 8, "mlp": 160, "vocab": 112, "length": LENGTH}
 
 
-def step(mesh, kv_heads=8, remat=None, tolerance=0.0, rows=ROWS, **fields):
-    module = llama_like(**SHAPE, kv_heads=kv_heads, remat=remat).clone(**fields)
+def step(mesh, kv_heads=8, remat=None, tolerance=0.0, rows=ROWS, length=LENGTH, **fields):
+    module = llama_like(**SHAPE | {"length": length}, kv_heads=kv_heads, remat=remat).clone(**fields)
     mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if mesh is None else mesh
     trainer = Trainer(LanguageModel(module), "adamw", mesh=mesh, layout=Layout(min_shard=1, tolerance=tolerance))
-    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), rows=rows, length=LENGTH)
-    return flops.step_flops(trainer, {"tokens": np.ones((rows, LENGTH + 1), np.int32)}), needed
+    sizes = {"rows": rows, "length": length, "slices": trainer.mesh.shape["sequence"]}
+    needed = decoder_step_flops(module, plain(trainer.abstract_variables()), **sizes)
+    return flops.step_flops(trainer, {"tokens": np.ones((rows, length + 1), np.int32)}), needed
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,69 @@ def test_each_device_computes_its_even_share(mesh, alone):
     # Part by part: one part that is whole must not hide behind another.
     even = {part: total / 8 for part, total in alone.by_part().items()}
     assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+# Of 256 positions on 8 devices: slices of 32, stripes of 16.
+EXCHANGED = [
+    ("gather", None, 8, 17 * 16 * 16),  # 2 N + 1 pairs of stripes
+    ("gather", 20, 8, 2 * 3 * 16 * 16),  # each stripe of queries reads its own keys and two stripes before
+    ("ring", None, 8, 17 * 16 * 16),
+    ("ring", 40, 8, 3 * 32 * 32),  # two slices before its own
+    ("banded", 20, 6, 32 * (32 + 19)),
+]
+
+
+@pytest.mark.parametrize("exchange, window, products, pairs", EXCHANGED)
+def test_exchanges_compute_the_pairs_that_they_state_and_the_rest_splits_evenly(exchange, window, products, pairs):
+    rows, length = 8, 256
+    (layer, *_) = llama_like(**SHAPE, kv_heads=8, remat=None).layers
+    windowed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, window=window))
+    fields = {"rows": rows, "length": length, "layers": (windowed,) * 2, "sequence_impl": exchange}
+    found, needed = step(MeshSpec(sequence=8), **fields)
+    a_pair = 2 * SHAPE["width"] * rows * SHAPE["layers"]  # one product in all heads
+    attention = found.by_part()["attention"]
+    assert attention == pytest.approx(products * pairs * a_pair, rel=0.02)
+    assert found.per_device - attention == pytest.approx((needed - 6 * length**2 * a_pair) / 8, rel=0.02)
+
+
+SCANS = (
+    Mamba2Spec(num_heads=16, head_dim=8, num_groups=8, state_size=12),
+    GatedDeltaNetSpec(num_heads=16, head_dim=20, num_keys=8, key_dim=12),
+)
+
+
+@functools.cache
+def step_of_scans(mixers=SCANS, **mesh):
+    spec = MeshSpec(**mesh) if mesh else None
+    layers = tuple(LayerSpec(mixer=mixer, mlp=None, norm=NormSpec(eps=1e-5)) for mixer in mixers)
+    # Slices of four are whole chunks; one group or its convolution leaves some matrices whole on a tensor axis.
+    return step(spec, tolerance=1.0, rows=8, length=512, layers=layers)
+
+
+def test_scans_are_the_formula():
+    found, needed = step_of_scans()
+    assert found.per_device == pytest.approx(needed, rel=0.005)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"sequence": 4, "tensor": 2}], ids=str)
+def test_scans_split_evenly_but_for_what_slices_cost(mesh):
+    (found, needed), (alone, _) = step_of_scans(**mesh), step_of_scans()
+    assert found.per_device == pytest.approx(needed / 8, rel=0.05)
+    even = {part: total / 8 for part, total in alone.by_part().items()}
+    if "sequence" in mesh:
+        even["scan"] += needed / 8 - alone.per_device / 8
+        assert needed < 1.2 * alone.per_device
+    assert found.by_part() == pytest.approx(even, rel=0.05)
+
+
+def test_a_group_that_a_tensor_axis_does_not_divide_is_projected_and_scored_on_each_device():
+    mixer = dataclasses.replace(SCANS[0], num_groups=1)
+    (found, _), (alone, _) = step_of_scans((mixer,), tensor=8), step_of_scans((mixer,))
+    tokens, chunk = 8 * 512, 128
+    scores = 2 * 4 * tokens * chunk * mixer.state_size
+    projections = 2 * 6 * tokens * SHAPE["width"] * mixer.state_size
+    whole = scores + projections
+    assert found.per_device == pytest.approx(whole + (alone.per_device - whole) / 8, rel=0.05)
 
 
 EXPERTS = ExpertsSpec(num_experts=8, features=48, router=RouterSpec(top_k=2))
@@ -175,6 +242,16 @@ def test_heads_that_do_not_divide_are_computed_whole_and_the_table_says_so(alone
     assert (lines["k_proj"][-1], lines["q_proj"][-1]) == ("8.000", "1.000")
 
 
-def test_the_command_prints_the_table(capsys):
-    flops.main(["--mesh", "fsdp=2,tensor=2", "--layers", "2", "--length", "8", "--width", "32", "--mlp", "64"])
-    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "all"
+@pytest.mark.parametrize(
+    "options, mixed",
+    [
+        (["--mesh", "sequence=4,tensor=2", "--sequence-impl", "ring", "--window", "5"], "attention"),
+        (["--mesh", "tensor=2", "--mixer", "mamba2"], "scan"),
+    ],
+    ids=str,
+)
+def test_the_command_prints_the_table(capsys, options, mixed):
+    flops.main(["--layers", "2", "--length", "8", "--width", "32", "--mlp", "64", *options])
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert mixed in printed
+    assert printed[-1] == "all"
