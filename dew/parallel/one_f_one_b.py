@@ -258,7 +258,8 @@ class _Schedule:
 
     def _part(self, microbatch: Array) -> Any:
         """Give what one microbatch says; of an idle stage's, the first."""
-        return jax.tree.map(lambda leaf: leaf[jnp.maximum(microbatch, 0)], self.parts)
+        # Else what scores it, with positions split over tensor and stage, would split so what all stages read.
+        return jax.tree.map(lambda leaf: self.pipeline.pinned_rows(leaf[jnp.maximum(microbatch, 0)]), self.parts)
 
 
 def _added(sums: Any, more: Any) -> Any:

@@ -137,6 +137,11 @@ class Pipeline:
         spec = PartitionSpec(None, *self._spec(x.shape[1:]))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+    def pinned_rows(self, x: Shaped[Array, "rows T ..."]) -> Shaped[Array, "rows T ..."]:
+        """Keep what is of no stage where `pinned` keeps each stage's."""
+        spec = PartitionSpec(*self._spec((self.stages, *x.shape))[1:])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
     def picked(
         self, kept: Shaped[Array, "slots stages rows T D"], slots: Int[Array, "stages"]
     ) -> Shaped[Array, "stages rows T D"]:

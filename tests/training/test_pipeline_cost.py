@@ -4,6 +4,7 @@ The optimizer keeps moments and an average of the weights: both must stay on the
 """
 
 import collections
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -15,6 +16,8 @@ import keras
 import numpy as np
 import pytest
 
+from dew.nn.moe import ExpertsSpec
+from dew.nn.router import RouterSpec, RouterTraining
 from dew.objectives.language import LanguageModel
 from dew.parallel.schedules import SCHEDULES
 from dew.placement.layout import Layout
@@ -108,6 +111,21 @@ def test_token_tables_and_their_gradients_travel_once_a_step(schedule):
     of_tables = [each for each in travelling(schedule) if any(VOCAB_SIZE in shape for shape in each.shapes)]
     assert len(of_tables) >= 2, "a gather and a sum of gradients"
     assert all(each.executions == 1 for each in of_tables), of_tables
+
+
+def test_what_routers_count_of_a_microbatch_is_gathered_on_no_device():
+    # Scores split positions over tensor and stages, routers read whole rows: neither may be made from the other.
+    experts = ExpertsSpec(num_experts=2, features=32, router=RouterSpec(top_k=1))
+    module = tiny_decoder(
+        layers=(dataclasses.replace(tiny_layer(), mlp=experts),) * 2,
+        schedule="1f1b",
+        router_training=RouterTraining(balance_loss=0.5),
+    )
+    layout, rows = Layout(min_shard=1, tolerance=1.0), 2  # of a microbatch on a device; experts leave attention whole
+    run = Trainer(LanguageModel(module), "sgd", mesh=MeshSpec(stage=2, expert=2, tensor=2), layout=layout)
+    found = tool.step_report(run, {"tokens": np.ones((4 * rows, LENGTH + 1), np.int32)}).found
+    assert any(each.shapes[0][-3:] == (rows, LENGTH, 32) for each in found), "activations are"
+    assert [each for each in found if any(shape[-2:] == (rows, LENGTH) for shape in each.shapes)] == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
