@@ -50,7 +50,7 @@ def trainer(name=None, accumulation=1, **fields):
     spec = PredictionSpec(layer=MIXED, depth=2)
     layers = (tiny_layer(num_kv_heads=4),) * 2
     module = tiny_decoder(layers=layers, prediction=spec, router_training=TRAINING, **fields)
-    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else build_mesh(MESHES[name])
+    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else MESHES[name]
     layout = Layout(rules=RULES, min_shard=1, tolerance=0 if name in STRICT else 1.0)
     chosen = make_optimizer("sgd", 10.0)
     return Trainer(LanguageModel(module, mtp_weight=0.5), chosen, mesh=mesh, layout=layout, accumulation=accumulation)

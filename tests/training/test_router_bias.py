@@ -80,7 +80,9 @@ def uneven_parts():
 def trained(batches, optimizer=SGD, mesh=MeshSpec(), devices=1, **fields):
     """Train one update on the batches: the variables before it and after it."""
     built = build_mesh(mesh, jax.devices()[:devices])
-    run = Trainer(LanguageModel(decoder(**fields)), optimizer, mesh=built, accumulation=len(batches))
+    run = Trainer(
+        LanguageModel(decoder(**fields)), optimizer, mesh=built, microbatches=mesh.stage, accumulation=len(batches)
+    )
     loop = run.loop(run.place(weights()))
     list(loop.run(batches))
     assert int(loop.state.updates) == 1
