@@ -39,7 +39,8 @@ def program(options: argparse.Namespace, window: int | None, path: str | None) -
     from dew.placement.mesh import MeshSpec, build_mesh
     from dew.placement.rules import resolve
 
-    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if path is None else build_mesh(MeshSpec(sequence=options.shards))
+    shards = 1 if path is None else options.shards
+    mesh = build_mesh(MeshSpec(sequence=shards), jax.devices()[:shards])
 
     def local(query, key, value, **facts):
         return attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), **facts)
@@ -72,7 +73,9 @@ def sent_bytes(compiled: Any, shards: int) -> int:
     from tools.collectives import collectives
 
     mesh = {"data": 1, "expert": 1, "fsdp": 1, "tensor": 1, "sequence": shards, "stage": 1}
-    found = [item for item in collectives(compiled.as_text(), mesh) if item.kind != "all-reduce"]
+    found = collectives(compiled.as_text(), mesh)
+    # A permute without axes sends each device its own.
+    found = [item for item in found if item.kind != "all-reduce" and "sequence" in item.axes]
     return sum(Transfer(kind=item.kind, result_bytes=item.step_bytes, shards=shards).sent_bytes for item in found)
 
 
