@@ -134,7 +134,7 @@ class Decoder:
     def assert_a_mesh_trains_as_one_device(self, spec, **fields):
         """Take the same loss and gradients, with other fields of the model, from weights that the mesh splits."""
         want_loss, want, _ = self.trained_on_one_device
-        loss, got, large = self._trained(build_mesh(spec), **fields)
+        loss, got, large = self._trained(spec, **fields)
         np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
         assert got.keys() == want.keys()
         for path, gradient in want.items():
