@@ -66,7 +66,6 @@ def consecutive_visibility(
     *,
     query_start: int | Int[Array, ""] = 0,
     key_start: int | Int[Array, ""] = 0,
-    offset: int | None = None,
     query_segments: Int[Array, "#B T"] | None = None,
     key_segments: Int[Array, "#B S"] | None = None,
     window: int | None = None,
@@ -82,7 +81,6 @@ def consecutive_visibility(
         num_keys: Keys S.
         query_start: Slot of the first query.
         key_start: Slot of the first key.
-        offset: The first less the second, where those are arrays and their distance is known all the same.
         query_segments: Document number of each query; None when all are one document.
         key_segments: Document number of each key.
         window: How many slots a query reads, its own included; None means all before it.
@@ -91,8 +89,7 @@ def consecutive_visibility(
     Returns:
         The visibility of T queries and S keys.
     """
-    if isinstance(query_start, int) and isinstance(key_start, int):
-        offset = query_start - key_start
+    offset = query_start - key_start if isinstance(query_start, int) and isinstance(key_start, int) else None
     return Visibility(
         query_slots=query_start + jnp.arange(num_queries, dtype=jnp.int32)[None],
         key_slots=key_start + jnp.arange(num_keys, dtype=jnp.int32)[None],

@@ -34,7 +34,23 @@ def banded_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
         segments = jnp.ones((1, length * call.shards), jnp.int32) if segments is None else segments
         segments = jnp.pad(segments, ((0, 0), (reach, 0)), constant_values=-1)
     both = _cut(segments, start + reach, length), _cut(segments, start, reach + length)
-    return call.attend(shard.query, key, value, both, shard.sinks, shard.dropout, starts=(start, start - reach))
+    # Masks of dropout follow from places in the row.
+    is_anywhere = shard.dropout is None and is_alike(reach, call.chunk)
+    starts = (reach, 0) if is_anywhere else (start, start - reach)
+    return call.attend(shard.query, key, value, both, shard.sinks, shard.dropout, starts=starts)
+
+
+def is_alike(reach: int, chunk: int | None) -> bool:
+    """Say whether a slice with what it reads before it is the same call wherever it lies in the row.
+
+    Chunks are cut from the start of the row; where they do not end with the slices, each slice cuts its own in other
+    places. A call that is alike has starts that kernels know when they are traced.
+
+    Args:
+        reach: What `banded_reach` counts.
+        chunk: Length of the chunks; None means none.
+    """
+    return reach == 0 or chunk is None
 
 
 def banded_reach(slice_length: int, shards: int, window: int | None, chunk: int | None) -> int | None:

@@ -17,7 +17,7 @@ from dew.kernels.attention_choice import (
     check_implementation,
     kernel_refusals,
 )
-from dew.parallel.banded import banded_reach, banded_transfers
+from dew.parallel.banded import banded_reach, banded_transfers, is_alike
 from dew.parallel.gather import gather_transfers
 from dew.parallel.ring import ring_stripes, ring_transfers
 from dew.parallel.row_lengths import length_advice
@@ -92,7 +92,7 @@ def choose_exchange(
         sizes: The call.
         named: An exchange to take; "auto" chooses.
         implementation: Kernel of `dew.kernels.attention` to take; "auto" chooses.
-        device: The device; None means the one that programs run on by default.
+        device: The device; None takes what `accelerator` finds.
 
     Returns:
         The choice.
@@ -142,7 +142,7 @@ def skips_window(sizes: AttentionSizes, implementation: Implementation, device: 
     Args:
         sizes: The call.
         implementation: Kernel to take; "auto" chooses.
-        device: The device; None means the one that programs run on by default.
+        device: The device; None takes what `accelerator` finds.
     """
     if sizes.window is None or sizes.num_heads % sizes.shards:
         return False
@@ -313,7 +313,7 @@ def _call(path: Path, sizes: AttentionSizes) -> AttentionCall:
         num_keys=sizes.slice_length + reach,
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
-        offset=None,  # the slice's place in the row is known when the program runs
-        key_start=None,
+        offset=reach if is_alike(reach, sizes.chunk) else None,
+        key_start=0 if is_alike(reach, sizes.chunk) else None,
         segments=sizes.is_masked or reach > 0,
     )

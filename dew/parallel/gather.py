@@ -1,8 +1,8 @@
 """Attention with split queries beside whole keys and values, for any number of heads.
 
-Entry points: `gather_attention`, `gather_transfers`. With a slice of q bytes of queries and k of keys: all-gathers of
-2 N k bytes and permutes of 2 q (queries striped, their result back); backward reduce-scatters of 2 k and permutes of
-2 q. Of an all-gather (N - 1) / N arrives from elsewhere, of a reduce-scatter N - 1 times its result.
+Entry points: `gather_attention`, `gather_transfers`. With a slice of q bytes of queries, k of keys and k32 of keys in
+float32: all-gathers of 2 N k bytes, permutes of 2 q (queries striped, their result back); backward reduce-scatters of
+2 k32, permutes of 2 q. (N - 1) / N of an all-gather arrives from elsewhere, of a reduce-scatter N - 1 times its result.
 """
 
 import functools
@@ -33,10 +33,9 @@ def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
         The mixed values of this device's positions.
     """
     call = shard.call
-    key, value = (jax.lax.all_gather(x, call.axis, axis=1, tiled=True) for x in (shard.key, shard.value))
     queries = jnp.stack(to_stripes(shard.query, call.axis, call.shards))
     starts = jnp.stack(stripe_starts(call.index(), shard.slice_length, call.shards))
-    mixed, logsumexp = _attend(call, queries, key, value, starts, shard.segments, shard.dropout)
+    mixed, logsumexp = _attend(call, queries, shard.key, shard.value, starts, shard.segments, shard.dropout)
     early, late = finished(mixed, logsumexp, shard)
     return from_stripes(early, late, call.axis, call.shards)
 
@@ -52,7 +51,7 @@ def gather_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
     return (
         Transfer(kind="all-gather", result_bytes=2 * shards * sizes.key_bytes, shards=shards),
         Transfer(kind="collective-permute", result_bytes=stripes, shards=shards),
-        Transfer(kind="reduce-scatter", result_bytes=2 * sizes.key_bytes, shards=shards, in_backward=True),
+        Transfer(kind="reduce-scatter", result_bytes=2 * sizes.wide_key_bytes, shards=shards, in_backward=True),
         Transfer(kind="collective-permute", result_bytes=stripes, shards=shards, in_backward=True),
     )
 
@@ -86,18 +85,18 @@ def _range(own: int, behind: int) -> range:
 def _attend(
     call: SplitAttention, queries: Array, key: Array, value: Array, starts: Array, segments: Any, dropout: Any
 ) -> Result:
+    return _attend_forward(call, queries, key, value, starts, segments, dropout)[0]
+
+
+def _attend_forward(call, queries, key, value, starts, segments, dropout):
+    key, value = (jax.lax.all_gather(x, call.axis, axis=1, tiled=True) for x in (key, value))
     blocks, size = Blocks(queries, starts, segments, dropout), queries.shape[2]
 
     def step(result: Result, pair: Array) -> tuple[Result, None]:
         return add_piece(call, blocks, result, pair[0], _keys(key, value, pair[1] * size, size)), None
 
     result, _ = jax.lax.scan(step, no_pieces(queries), _own_pairs(call, size))
-    return result
-
-
-def _attend_forward(call, queries, key, value, starts, segments, dropout):
-    result = _attend(call, queries, key, value, starts, segments, dropout)
-    return result, (Blocks(queries, starts, segments, dropout), key, value, result)
+    return result, (blocks, key, value, result)
 
 
 def _attend_backward(call, residuals, cotangent):
@@ -111,9 +110,10 @@ def _attend_backward(call, residuals, cotangent):
         return (by_queries, *(_added(x, y, keys[2]) for x, y in zip(sums[1:], by_keys, strict=True))), None
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (blocks.queries, key, value)]
-    sums, _ = jax.lax.scan(step, tuple(zeros), _own_pairs(call, size))
-    operands = blocks.queries, key, value
-    return *(x.astype(like.dtype) for x, like in zip(sums, operands, strict=True)), None, None, None
+    (by_queries, *by_keys), _ = jax.lax.scan(step, tuple(zeros), _own_pairs(call, size))
+    # Every device read every key: summed before they are rounded.
+    summed = (jax.lax.psum_scatter(x, call.axis, scatter_dimension=1, tiled=True) for x in by_keys)
+    return by_queries.astype(blocks.queries.dtype), *(x.astype(key.dtype) for x in summed), None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

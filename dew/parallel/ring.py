@@ -53,8 +53,8 @@ def ring_transfers(sizes: AttentionSizes) -> tuple[Transfer, ...]:
     stripes = 0
     if ring_stripes(sizes.window, sizes.chunk):
         stripes = 2 * stripe_bytes(sizes.query_bytes + sizes.key_bytes, sizes.shards)
-    wide = sizes.key_bytes // sizes.item_bytes * 4
-    forward, backward = 2 * hops * sizes.key_bytes, 2 * hops * sizes.key_bytes + 2 * (hops + 1) * wide
+    forward = 2 * hops * sizes.key_bytes
+    backward = forward + 2 * (hops + 1) * sizes.wide_key_bytes
     return tuple(
         Transfer(kind="collective-permute", result_bytes=size + stripes, shards=sizes.shards, in_backward=is_backward)
         for size, is_backward in ((forward, False), (backward, True))

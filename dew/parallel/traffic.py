@@ -67,6 +67,11 @@ class AttentionSizes:
         """Bytes of one slice of keys, or of values."""
         return self.rows * (self.num_keys // self.shards) * self.num_kv_heads * self.head_dim * self.item_bytes
 
+    @property
+    def wide_key_bytes(self) -> int:
+        """Bytes of the same slice in float32, as gradients are that several devices add to."""
+        return self.key_bytes // self.item_bytes * 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dew.kernels.attention import attention
 from dew.kernels.attention_choice import Accelerator
 from dew.kernels.dropout import AttentionDropout, Dropout
-from dew.nn.masks import causal_visibility, limited
+from dew.nn.masks import causal_visibility, layer_limits, limited
 from dew.parallel.choice import choose_exchange, exchange_refusal, skips_window, with_length
 from dew.parallel.exchange import KEY_NAMES, QUERY_NAMES, sequence_attention
 from dew.parallel.traffic import AttentionSizes
@@ -27,6 +27,7 @@ from dew.placement.layout import LayoutRefused
 from dew.placement.mesh import MeshSpec, build_mesh
 from dew.placement.rules import DEFAULT_RULES, resolve
 from tests.parallel.sequences import packed_segments
+from tests.parallel.traced import traced_bytes
 from tools.collectives import collectives
 
 B, T, H = 8, 48, 8
@@ -46,19 +47,23 @@ class Case:
     softcap: float | None = None
     dropout: float = 0.0
     packed: bool = True
+    rows_are_alike: bool = False
     named: str = "auto"
+    dtype: str = "float32"
 
 
 CASES = {
-    "trade": Case(mesh=MeshSpec(sequence=2), path="all_to_all", softcap=3.0),
+    "trade": Case(mesh=MeshSpec(sequence=2), path="all_to_all", sinks=True, softcap=3.0),
     "trade repeated kv heads": Case(
         mesh=MeshSpec(sequence=8), path="all_to_all", heads=16, kv_heads=2, sinks=True, dropout=0.3
     ),
     "trade over tensor, few kv heads": Case(
         mesh=MeshSpec(tensor=2, sequence=2), path="all_to_all", heads=12, kv_heads=3, sinks=True, dropout=0.3
     ),
-    "trade a wide window": Case(mesh=MeshSpec(sequence=4), path="all_to_all", window=20),
-    "trade chunks": Case(mesh=MeshSpec(sequence=2), path="all_to_all", chunk=9, packed=False, named="all_to_all"),
+    "trade a wide window": Case(mesh=MeshSpec(sequence=4), path="all_to_all", window=20, rows_are_alike=True),
+    "trade chunks": Case(
+        mesh=MeshSpec(sequence=2), path="all_to_all", window=7, chunk=9, packed=False, named="all_to_all"
+    ),
     "gather": Case(mesh=MeshSpec(sequence=8), path="gather", sinks=True, softcap=3.0),
     "gather over tensor, one kv head": Case(
         mesh=MeshSpec(tensor=2, sequence=4), path="gather", kv_heads=1, dropout=0.3
@@ -70,24 +75,34 @@ CASES = {
     "ring over tensor, one kv head": Case(
         mesh=MeshSpec(tensor=2, sequence=4), path="ring", named="ring", kv_heads=1, packed=False
     ),
-    "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10, dropout=0.3),
+    "ring of a window": Case(mesh=MeshSpec(sequence=8), path="ring", window=10, sinks=True, softcap=3.0, dropout=0.3),
     "ring of chunks": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9),
-    "ring of chunks unpacked": Case(mesh=MeshSpec(sequence=8), path="ring", chunk=9, packed=False, named="ring"),
+    "ring of chunks unpacked": Case(
+        mesh=MeshSpec(sequence=8), path="ring", window=8, chunk=9, packed=False, named="ring"
+    ),
     "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, sinks=True, softcap=3.0, dropout=0.3),
     "band unpacked": Case(mesh=MeshSpec(fsdp=2, sequence=2), path="banded", window=25, packed=False, dropout=0.3),
-    "band of chunks": Case(mesh=MeshSpec(tensor=2, sequence=4), path="banded", chunk=9),
+    "band of chunks": Case(mesh=MeshSpec(tensor=2, sequence=4), path="banded", window=7, chunk=9),
     "band of chunks across slices": Case(
         mesh=MeshSpec(sequence=8), path="banded", chunk=9, packed=False, heads=3, kv_heads=3
     ),
     "chunks that end with slices": Case(mesh=MeshSpec(sequence=8), path="banded", chunk=3, packed=False),
 }
+NARROW = {
+    "trade": Case(mesh=MeshSpec(sequence=2), path="all_to_all", dtype="bfloat16"),
+    "gather": Case(mesh=MeshSpec(sequence=8), path="gather", dtype="bfloat16"),
+    "ring": Case(mesh=MeshSpec(sequence=8), path="ring", named="ring", dtype="bfloat16"),
+    "band": Case(mesh=MeshSpec(sequence=4), path="banded", window=9, dtype="bfloat16"),
+}
+"""One case of each exchange in a dtype whose sums are kept in another."""
 
 
 @functools.cache
-def operands(heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
+def operands(heads: int, kv_heads: int, dtype: str = "float32") -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 5)
     query, cotangent = (jax.random.normal(key, (B, T, heads, H)) for key in keys[:2])
     key, value = (jax.random.normal(key, (B, T, kv_heads, H)) for key in keys[2:4])
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
     return query, key, value, jax.random.normal(keys[4], (heads,)), cotangent
 
 
@@ -113,19 +128,21 @@ def on_one_device(query, key, value, **rest):
 
 
 def segments_of(case: Case) -> np.ndarray | None:
-    return packed_segments(length=T) if case.packed else None
+    if not case.packed:
+        return None
+    return packed_segments(length=T)[: 1 if case.rows_are_alike else B]
 
 
 @functools.cache
 def wanted(case: Case):
-    return jax.jit(loss(case, on_one_device))(*operands(case.heads, case.kv_heads), segments_of(case))
+    return jax.jit(loss(case, on_one_device))(*operands(case.heads, case.kv_heads, case.dtype), segments_of(case))
 
 
 @functools.cache
 def compiled(case: Case):
     """Compile a case on its mesh; the placed operands and the program."""
     mesh = build_mesh(case.mesh)
-    query, key, value, sinks, cotangent = operands(case.heads, case.kv_heads)
+    query, key, value, sinks, cotangent = operands(case.heads, case.kv_heads, case.dtype)
 
     def placed(x, names):
         return jax.device_put(x, NamedSharding(mesh, resolve(names, x.shape, mesh, DEFAULT_RULES).spec))
@@ -135,14 +152,18 @@ def compiled(case: Case):
     arguments = [placed(query, QUERY_NAMES), *pairs, whole, placed(cotangent, QUERY_NAMES), segments_of(case)]
     if case.packed:
         arguments[-1] = placed(arguments[-1], ("activation_batch", "activation_length"))
-    attend = functools.partial(sequence_attention, sequence_impl=case.named)
     with jax.set_mesh(mesh):
-        return arguments, jax.jit(loss(case, attend)).lower(*arguments).compile()
+        return arguments, jax.jit(exchanged(case)).lower(*arguments).compile()
+
+
+def exchanged(case: Case):
+    return loss(case, functools.partial(sequence_attention, sequence_impl=case.named))
 
 
 def sizes(case: Case) -> AttentionSizes:
     tensor, shards = case.mesh.tensor, case.mesh.sequence
     heads = case.heads // tensor
+    window, chunk = layer_limits(case.window, case.chunk, in_documents=case.packed)
     kv_heads = (
         case.kv_heads // tensor if case.kv_heads % tensor == 0 else heads // np.gcd(heads, case.heads // case.kv_heads)
     )
@@ -153,13 +174,13 @@ def sizes(case: Case) -> AttentionSizes:
         num_heads=heads,
         num_kv_heads=int(kv_heads),
         head_dim=H,
-        dtype="float32",
+        dtype=case.dtype,
         shards=shards,
         is_masked=case.packed,
         has_sinks=case.sinks,
-        # A chunk of packed rows is a window within documents of the length of a chunk.
-        window=case.chunk if case.packed and case.chunk else case.window,
-        chunk=None if case.packed else case.chunk,
+        has_softcap=case.softcap is not None,
+        window=window,
+        chunk=chunk,
     )
 
 
@@ -212,6 +233,34 @@ def test_what_is_sent_is_what_the_formula_says(name):
     assert bool(found) == (name != "chunks that end with slices")
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_values_and_gradients_in_bfloat16_are_those_of_one_device_in_float32(name):
+    case = NARROW[name]
+    arguments, program = compiled(case)
+    (_, mixed), gradients = program(*arguments)
+    query, key, value, sinks, cotangent = operands(case.heads, case.kv_heads, case.dtype)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    (_, want_mixed), want_gradients = jax.jit(loss(case, on_one_device))(*wide, sinks, cotangent, segments_of(case))
+    for got, want in zip((mixed, *gradients[:3]), (want_mixed, *want_gradients[:3]), strict=True):
+        assert got.dtype == jnp.bfloat16
+        got = np.asarray(got.astype(jnp.float32))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * float(jnp.max(jnp.abs(want))))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_sent_in_bfloat16_is_what_the_formula_says(name):
+    # Of the traced program: compiled for CPU, collectives are widened.
+    case = NARROW[name]
+    mesh = build_mesh(case.mesh)
+    with jax.set_mesh(mesh):
+        arguments = (*operands(case.heads, case.kv_heads, case.dtype), segments_of(case))
+        found = traced_bytes(jax.make_jaxpr(exchanged(case))(*arguments))
+    want: collections.Counter[str] = collections.Counter()
+    for transfer in choose_exchange(sizes(case), case.named).transfers:
+        want[transfer.kind] += transfer.result_bytes
+    assert found == want
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_else_is_sent_but_document_numbers_the_loss_and_gradients_of_what_is_whole(name):
     case = CASES[name]
@@ -224,7 +273,7 @@ def test_nothing_else_is_sent_but_document_numbers_the_loss_and_gradients_of_wha
     assert sorted(itertools.chain(*scalars)) == sorted(split), "the loss is summed over every axis once"
     want: collections.Counter[Any] = collections.Counter()
     if case.packed:
-        want["all-gather", ("sequence",), (call.rows, T)] += 1
+        want["all-gather", ("sequence",), (1 if case.rows_are_alike else call.rows, T)] += 1
     if case.sinks:
         rows_and_positions = tuple(axis for axis in split if axis != "tensor")
         want["all-reduce", rows_and_positions, (call.num_heads,)] += 1
@@ -327,7 +376,7 @@ def test_a_kernel_with_a_window_of_its_own_is_known(change, device, skips):
         # A window would take the band, which leaves what the kernel named cannot attend.
         ({"num_heads": 4, "window": 17, "is_masked": True}, "cudnn", HOPPER, "all_to_all"),
         ({"num_heads": 4, "window": 17, "is_masked": True}, "xla", HOPPER, "banded"),
-        ({"num_heads": 4, "chunk": 32, "num_queries": 512, "head_dim": 64}, "tpu", TPU, "all_to_all"),
+        ({"num_heads": 4, "chunk": 48, "num_queries": 512, "head_dim": 64}, "tpu", TPU, "all_to_all"),
     ],
 )
 def test_a_kernel_named_takes_an_exchange_that_leaves_it_what_it_can_run(change, implementation, device, path):
@@ -338,6 +387,14 @@ def test_a_kernel_named_takes_an_exchange_that_leaves_it_what_it_can_run(change,
     by_default = choose_exchange(AttentionSizes(**facts), device=CPU).path
     assert (by_default == path) == (implementation == "xla")
     assert f"; kernel {implementation}" in str(choice)
+
+
+@pytest.mark.parametrize("kernel, device", [("tpu", TPU), ("cudnn", HOPPER)])
+def test_chunks_that_end_with_slices_leave_rows_that_compiled_kernels_run(kernel, device):
+    facts = {**FACTS, "num_heads": 4, "num_queries": 512, "num_keys": 512, "head_dim": 64}
+    for chunk, inside in ((64, kernel), (48, "xla")):
+        choice = choose_exchange(AttentionSizes(**facts, chunk=chunk), device=device)
+        assert (choice.path, choice.kernel.kernel) == ("banded", inside)
 
 
 def test_a_kernel_that_no_exchange_can_run_is_refused_with_every_reason():
