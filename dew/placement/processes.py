@@ -114,6 +114,7 @@ def _rows(part: jax.Array, start: int, count: int) -> jax.Array:
 def _entry(leaf: jax.Array, place: tuple[int, ...]) -> jax.Array:
     """Take one entry. Plain indexing gathers the entries of all devices first where a leading dimension is split."""
     spec = tuple(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ()
+    spec += (None,) * (leaf.ndim - len(spec))
     if not any(spec[: len(place)]):
         return _indexed(leaf, place)
     assert isinstance(leaf.sharding, NamedSharding), "what is split lies on a mesh"

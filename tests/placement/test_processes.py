@@ -66,6 +66,7 @@ def test_two_processes_read_disjoint_shares_of_the_same_batch():
         ({"expert": 4, "fsdp": 2}, (None, "expert", "fsdp"), (1, 6)),
         ({"expert": 2, "stage": 2, "fsdp": 2}, ("stage", "expert", None, "fsdp"), (3, 0)),
         ({"stage": 4, "fsdp": 2}, ("stage",), (2,)),
+        ({"stage": 4, "fsdp": 2}, ("stage",), (3, 1)),
         ({"expert": 2, "fsdp": 2}, (("expert", "fsdp"), None, None, "data"), (3, 1)),
         ({"fsdp": 8}, (None, None, "fsdp"), (3, 1)),
         ({"fsdp": 8}, (None, None, "fsdp"), ()),
