@@ -121,11 +121,15 @@ def compare(shape: Shape, options: Options, rows: int) -> float:
     return ratio
 
 
-def main(options: Options) -> int:
-    """Print a table per number of rows; return 1 where one is below the bar, else 0."""
+def ratios(options: Options) -> list[float]:
+    """Print a table per number of rows, and give our rate over the handwritten one's for each."""
     shape = Shape(layers=options.layers, vocab=options.vocab)
-    ratios = [compare(shape, options, rows) for rows in options.rows]
-    return int(any(ratio < BAR for ratio in ratios))
+    return [compare(shape, options, rows) for rows in options.rows]
+
+
+def main(options: Options) -> int:
+    """Compare; return 1 where a ratio is below the bar, else 0."""
+    return int(any(ratio < BAR for ratio in ratios(options)))
 
 
 if __name__ == "__main__":

@@ -165,6 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="how many tokens a token reads, itself included")
     parser.add_argument("--sequence-impl", type=checked_sequence_implementation, default="auto", help="the exchange")
     options = parser.parse_args(arguments)
+    if options.window is not None and options.mixer != "attention":
+        parser.error(f"--window is of attention. Received: --window {options.window} --mixer {options.mixer}")
     # JAX reads it with its first device.
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={options.devices}")
     print(table(*_compiled(options)))

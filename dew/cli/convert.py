@@ -34,6 +34,7 @@ def convert_checkpoint(
     allow_pickle: Annotated[bool, arg(help="Read pickled .bin weights, as tensors only.")] = False,
     model: str | None = None,
     step: int | None = None,
+    prediction_layers: bool = True,
 ) -> int:
     """Load a checkpoint and write it as a directory that transformers reads.
 
@@ -46,6 +47,7 @@ def convert_checkpoint(
         allow_pickle: Read pickled .bin weights where there are no safetensors.
         model: Checkpoint that the run started from: its config and its tokenizer are written, with the run's weights.
         step: Step of the run; by default the newest.
+        prediction_layers: Write the layers that predict further tokens, where the checkpoint, or the run, has such.
 
     Returns:
         0.
@@ -63,10 +65,12 @@ def convert_checkpoint(
                 f"{source} holds the checkpoints of a run, which say nothing about the model: name the checkpoint that "
                 "it started from with --model."
             )
-        described = describe(source, revision=revision, dtype=dtype, allow_pickle=allow_pickle)
+        described = describe(
+            source, revision=revision, dtype=dtype, allow_pickle=allow_pickle, prediction_layers=prediction_layers
+        )
         variables = load_variables(described, mesh=as_mesh(None), layout=Layout(), param_dtype=dtype)
     else:
-        described = describe(model, revision=revision)
+        described = describe(model, revision=revision, prediction_layers=prediction_layers)
         variables = _run_variables(Path(source), step, described)
     written = save_pretrained(
         out,

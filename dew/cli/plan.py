@@ -31,12 +31,13 @@ def plan_checkpoint(
     schedule: ScheduleName = "gpipe",
     min_shard: int = 2**16,
     revision: str | None = None,
+    prediction_layers: bool = True,
     table: Annotated[bool, arg(help="List every leaf.")] = False,
 ) -> int:
     """Print the bytes per device of a checkpoint's weights, gradients, optimizer state and cache on a mesh.
 
     Args:
-        source: Directory, .gguf file or Hub name; its config is read, its weights are not.
+        source: Directory, .gguf file or Hub name; its config is read, and of its weights the names at most.
         mesh: Axes and factors, as in fsdp=4,tensor=2.
         devices: How many devices there will be; by default those that the mesh names.
         optimizer: Name of the optimizer.
@@ -50,6 +51,7 @@ def plan_checkpoint(
         schedule: Order of the microbatches where the mesh has stages.
         min_shard: Smallest leaf that is split, in elements.
         revision: Branch, tag or commit of a repository.
+        prediction_layers: Count the layers that predict further tokens, where the checkpoint has such.
         table: List every leaf.
 
     Returns:
@@ -57,7 +59,8 @@ def plan_checkpoint(
     """
     planned = planned_mesh(mesh_factors(mesh), devices)
     memory = None if device_memory is None else byte_count(device_memory)
-    module = describe(source, revision=revision, dtype=dtype).module.clone(schedule=schedule)
+    described = describe(source, revision=revision, dtype=dtype, prediction_layers=prediction_layers)
+    module = described.module.clone(schedule=schedule)
     estimate = estimate_bytes(
         module,
         planned,

@@ -170,7 +170,7 @@ def _with_slices(mesh: Any, slices: int) -> AbstractMesh:
 def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:
     """Count the layers of each kind; none where no positions are split."""
     if mesh.shape.get(AXIS, 1) > 1:
-        layers = getattr(module, "layers", ())
+        layers = getattr(module, "training_layers", getattr(module, "layers", ()))
         # A module of the user's own may call anything `layers`, a number too.
         mixers = [layer.mixer for layer in layers if hasattr(layer, "mixer")] if isinstance(layers, tuple) else []
         known = [spec if isinstance(spec, ScanSpec) else attention_form(spec) for spec in mixers]

@@ -55,7 +55,7 @@ def checked_weight(weight: float | None, module: Any) -> float:
             f"module a PredictionSpec as prediction. Received: mtp_weight={weight!r}"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise ValueError(f"mtp_weight must not be negative. Received: mtp_weight={weight!r}")
+        raise ValueError(f"mtp_weight must be a finite number of 0 or more. Received: mtp_weight={weight!r}")
     return float(weight)
 
 

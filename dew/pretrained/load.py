@@ -24,7 +24,7 @@ from dew.placement.stacks import is_box, stack_view
 from dew.pretrained.block_scales import BlockScaledSource, block_scales
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
-from dew.pretrained.families.fields import MAX_LAYERS, Fields
+from dew.pretrained.families.fields import MAX_LAYERS, MAX_PREDICTION_LAYERS, Fields
 from dew.pretrained.families.wrapped import language_config
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
@@ -230,7 +230,7 @@ def describe(
         bank_layers=bank_layers,
         remat=remat,
     )
-    num_experts = sum(spec.num_experts for spec in module.expert_layers)
+    num_experts = sum(spec.num_experts for spec in (*module.expert_layers, *module.prediction_experts))
     if num_experts > MAX_EXPERTS_OF_MODEL:
         raise CheckpointError(f"{source}: {num_experts} experts in all; at most {MAX_EXPERTS_OF_MODEL} are read.")
     return PretrainedConfig(
@@ -345,9 +345,11 @@ def _left_out(described: PretrainedConfig, source: TensorSource) -> tuple[str, .
 
 def _check_depth(config: dict[str, Any], where: object) -> None:
     """Refuse a number of layers that no model has, before a list of them is made."""
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
-        if type(config.get(name)) is int and config[name] > MAX_LAYERS:
-            raise CheckpointError(f"{where}: {name}={config[name]}; at most {MAX_LAYERS} layers are read.")
+    most = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), MAX_LAYERS)
+    most |= dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), MAX_PREDICTION_LAYERS)
+    for name, limit in most.items():
+        if type(config.get(name)) is int and config[name] > limit:
+            raise CheckpointError(f"{where}: {name}={config[name]}; at most {limit} layers are read.")
 
 
 def _describe_directory(path: Path) -> tuple[dict[str, Any], Tokenizer | None, dict[str, Any]]:

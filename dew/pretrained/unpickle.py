@@ -40,6 +40,7 @@ _TENSOR, _PARAMETER, _DICT = (
 )
 _GLOBALS = {_TENSOR, _PARAMETER, _DICT}
 _MAX_ELEMENT = 2**48
+_MAX_NAME = 64
 _MAX_STEPS = 4_000_000
 """Opcodes of one pickle: a tensor takes some forty, and an opcode of one byte may make an object of a hundred."""
 
@@ -198,7 +199,8 @@ class _Machine:
         self.memo[place] = self.stack[-1]
 
     def _global(self, name: str) -> None:
-        is_storage = name.startswith("torch.") and name.endswith("Storage") and name.count(".") == 1
+        is_short = len(name) <= _MAX_NAME  # others are not kept: a few bytes of a pickle name them again and again
+        is_storage = is_short and name.startswith("torch.") and name.endswith("Storage") and name.count(".") == 1
         if name not in _GLOBALS and not is_storage:
             raise CheckpointError(
                 f"{self.where}: its pickle names {name[:120]!r}. Only tensors are read, and no code is run; convert "

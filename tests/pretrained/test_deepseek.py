@@ -155,7 +155,7 @@ def test_absent_fields_and_null_mean_what_the_classes_make_of_them():
         ("deepseek_v3", {"topk_group": 3}, "top_groups must lie in 1..groups"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 8}, "groups of two or more experts"),
         ("deepseek_v3", {"qk_rope_head_dim": 3, "head_dim": 3, "qk_head_dim": 11}, "even width"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers=5000; at most 4096"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 5000}, "num_nextn_predict_layers=5000; at most 16"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts must be a positive whole number"),
         (
             "deepseek_v3",

@@ -138,6 +138,7 @@ FIELDS = {
 # What the fixture sets in other ways than the format can say: rotation, the factor of queries, kinds of layers.
 NOT_IN_GGUF = {
     "gemma2": {"query_pre_attn_scalar"},
+    "gpt2": {"attn_pdrop", "embd_pdrop", "resid_pdrop"},
     "gemma3": {"query_pre_attn_scalar", "layer_types", "_sliding_window_pattern"},
     "phi3": {"rope_parameters", "original_max_position_embeddings"},
     "smollm3": {"no_rope_layers", "no_rope_layer_interval"},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from dew.cli.main import main
 from dew.placement.layout import Layout
 from dew.placement.stacks import stack_view
 from dew.pretrained import CheckpointError, describe, load_pretrained, save_pretrained
@@ -130,6 +131,18 @@ def test_a_config_that_does_not_count_them_has_one_where_the_tensors_are(name, p
     counted = json.loads((directory / "config.json").read_text()) | {FAMILIES[name][1]: 1}
     (directory / "config.json").write_text(json.dumps(counted))
     assert describe(directory).module.prediction.depth == 1
+
+
+def test_commands_count_and_write_them_unless_told_otherwise(predicting, tmp_path, capsys):
+    directory, _ = predicting("qwen3_next")
+    plan = ["plan", str(directory), "--mesh", "fsdp=2", "--schedule", "1f1b", "--min-shard", "1"]
+    assert main(plan) == 1
+    assert "scores between the stages' passes" in capsys.readouterr().err
+    assert main([*plan, "--no-prediction-layers"]) == 0
+    for options, count in ([], 1), (["--no-prediction-layers"], 0):
+        assert main(["convert", str(directory), str(tmp_path / str(count)), *options]) == 0
+        names = load_file(tmp_path / str(count) / "model.safetensors").keys()
+        assert any(name.startswith("mtp.") for name in names) == bool(count)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -154,6 +154,7 @@ BROKEN = {
     "sizes of sizes": (stored().replace(SIZES, DOUBLED), GOOD, "offset, sizes and strides of a tensor are no whole"),
     "a text of sizes": (stored().replace(SIZES, b"X\2\0\0\0ab"), GOOD, "sizes and strides of a tensor are no tuples"),
     "a name of tuples": (b"\x80\x04" + DOUBLED + b"\x8c\1x\x93.", GOOD, "its pickle is damaged"),
+    "a long name": (stored(storage=f"{'x' * 99}Storage"), GOOD, r"names 'torch\.x+Storage'"),
     "an old protocol": (b"\x80\x00}.", GOOD, "protocol 0 is not read"),
 }
 

@@ -125,7 +125,7 @@ class CausalTransformer(nn.Module):
         checked_sequence_implementation(self.sequence_impl)
         for name in DROPOUT_RATES:
             checked_rate(name, getattr(self, name))
-        if self.attention_dropout_rate and not any(attention_form(layer.mixer) for layer in self.layers):
+        if self.attention_dropout_rate and not any(attention_form(layer.mixer) for layer in self.training_layers):
             raise ValueError(
                 "no layer has attention probabilities to drop; dropout_rate drops what any mixer adds. Received: "
                 f"attention_dropout_rate={self.attention_dropout_rate}"

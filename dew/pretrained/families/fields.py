@@ -36,6 +36,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
 }
 MAX_LAYERS = 4096
+MAX_PREDICTION_LAYERS = 16
 """More layers than any model has; a list of them is made before anything else shows that a number is absurd."""
 _MISSING = object()
 
