@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,16 +180,16 @@ class CustomSteps:
 
     @contextlib.contextmanager
     def _tracing(self, key: jax.Array | None, opt_state: Any = None) -> Iterator[None]:
-        """Give the model the step's random key, and its optimizer the loss scale and the pure update of the mesh."""
+        """Give the model the step's random keys, and its optimizer the loss scale and the pure update of the mesh."""
         model, optimizer = self._model, self._model._engine.optimizer
-        before, model._step_key = model._step_key, key
+        before, model._step_keys = model._step_keys, None if key is None else _keys(key)
         # Keras' own method needs variables that the object never makes here; a step written for Keras calls it.
         optimizer.stateless_apply = self._apply
         optimizer.scale_loss = functools.partial(self._scaled, opt_state)
         try:
             yield
         finally:
-            model._step_key = before
+            model._step_keys = before
             del optimizer.stateless_apply, optimizer.scale_loss
 
     def _scaled(self, opt_state: Any, loss: Any) -> Any:
@@ -231,3 +232,11 @@ def _checked(result: Any, name: str, size: int) -> tuple[dict[str, Any], Any]:
             f"Received: {type(result).__name__}"
         )
     return dict(result[0]), result[1]
+
+
+def _keys(key: jax.Array) -> Iterator[jax.Array]:
+    """Give the step's key for its first call, and another for each further one."""
+    yield key
+    for number in itertools.count():
+        # 1 is that of the collection "params". Made anew: a call may be traced inside a loop, the next outside of it.
+        yield jax.random.fold_in(jax.random.fold_in(key, 2), number)

@@ -20,7 +20,7 @@ class StepMethods:
     """One step of training, evaluation and prediction, in pieces that a subclass may replace."""
 
     _engine: Any
-    _step_key: Any = None
+    _step_keys: Iterator[Any] | None = None
     _loss_tracker: Any
 
     @property
@@ -60,14 +60,14 @@ class StepMethods:
             trainable_variables: The parameters.
             non_trainable_variables: The other collections by name.
             x: Inputs, rows first.
-            training: Whether this is a training step.
+            training: Whether this is a training step; further such calls in a step draw other random numbers.
             return_losses: Whether to return what the module sowed into "losses" too.
 
         Returns:
             The outputs and the new other collections; with `return_losses` also a list of loss terms.
         """
         variables = {**non_trainable_variables, "params": trainable_variables}
-        key = self._step_key if training else None
+        key = next(self._step_keys) if training and self._step_keys is not None else None
         y_pred, changed, added = self._engine.training_call.apply(variables, x, key=key, train=training)
         non_trainable = {**non_trainable_variables, **changed}
         return (y_pred, non_trainable, [added]) if return_losses else (y_pred, non_trainable)

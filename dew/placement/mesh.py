@@ -289,7 +289,7 @@ def stages_of(mesh: Mesh | MeshSpec | Mapping[str, Any] | None) -> int:
     """
     if isinstance(mesh, Mapping):
         asked = mesh.get("stage", 1)
-        return asked if isinstance(asked, int) and asked > 0 else 1
+        return int(asked) if isinstance(asked, int | np.integer) and asked > 0 else 1
     return mesh.shape.get("stage", 1) if isinstance(mesh, Mesh) else getattr(mesh, "stage", 1)
 
 

@@ -233,6 +233,21 @@ def test_an_own_train_step_keeps_dropout_and_statistics():
     assert_same(own, plain)
 
 
+class Twice(dew_keras.Model):
+    """Calls the module twice in a step, and reports how much the outputs differ."""
+
+    def train_step(self, state, data):
+        """Change nothing."""
+        one, _ = self.stateless_call(state[0], state[1], data[0], training=True)
+        other, _ = self.stateless_call(state[0], state[1], data[0], training=True)
+        return {"difference": jnp.abs(one - other).max()}, state
+
+
+def test_two_calls_in_a_step_drop_other_numbers():
+    _, history = fitted(count=8, batch=8, module=Regularised(), epochs=1, cls=Twice)
+    assert history["difference"][0] > 0
+
+
 def test_metrics_show_the_last_pass_and_reset():
     model, history = fitted(cls=OwnMetrics)
     results = model.get_metrics_result()

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from dew.placement.mesh import AXES, MeshSpec, as_mesh, batch_divisor, build_mesh, device_grid, microbatches_of
+from dew.placement.mesh import (
+    AXES,
+    MeshSpec,
+    as_mesh,
+    batch_divisor,
+    build_mesh,
+    device_grid,
+    microbatches_of,
+    stages_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,3 +154,7 @@ def test_replicas_that_do_not_fit_are_refused():
         device_grid(MeshSpec(fsdp=2, tensor=8, replicas=2), pool(8, 4))
     with pytest.raises(ValueError, match="unequal device counts"):
         device_grid(MeshSpec(replicas=2), [*pool(1, 3), FakeDevice(9, 1)])
+
+
+def test_a_number_of_stages_may_be_of_any_kind_of_integer():
+    assert stages_of({"stage": np.int64(2)}) == stages_of({"stage": 2}) == 2
