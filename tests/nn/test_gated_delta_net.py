@@ -32,8 +32,7 @@ def decoder():
             return 0.5 * noise - 1.0
         return leaf + (0.15 if path[-1] == "kernel" else 0.3) * noise
 
-    # Large weights: gradients of 100, whose last digits differ between releases of XLA by 2.1e-5 of the largest.
-    return Decoder(tiny_decoder(layers=LAYERS, norm=NORM), drawn, tolerance=3e-5)
+    return Decoder(tiny_decoder(layers=LAYERS, norm=NORM), drawn, tolerance=2e-5)
 
 
 def test_whole_sequences_are_the_slow_decoder():
