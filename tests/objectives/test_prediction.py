@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused_by_name():
     module = model()[0]
     with pytest.raises(ValueError, match=r"this module has none.*prediction. Received: mtp_weight=0\.2"):
         LanguageModel(tiny_decoder(), mtp_weight=0.2)
-    with pytest.raises(ValueError, match=r"must not be negative. Received: mtp_weight=-1"):
+    with pytest.raises(ValueError, match=r"mtp_weight must be a finite number of 0 or more. Received: mtp_weight=-1"):
         LanguageModel(module, mtp_weight=-1)
     with pytest.raises(ValueError, match=r"depth must be a positive whole number.* Received: 0"):
         PredictionSpec(layer=tiny_layer(), depth=0)
