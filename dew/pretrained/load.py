@@ -292,6 +292,7 @@ def load_variables(
         source.close()
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_variables(module: CausalTransformer) -> dict[str, Any]:
     """Shapes of a model's variables, in the boxes that declare their logical names. Allocates nothing."""
     return jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
