@@ -137,8 +137,12 @@ def logical_names(part: nn.Module) -> Any:
     return jax.tree.map(lambda box: box.names, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _initialised(part: nn.Module, key: Array) -> Any:
-    """Draw the weights of a part, on an example that a kernel named for its own calls may refuse."""
+    """Draw the weights of a part, on an example that a kernel named for its own calls may refuse.
+
+    Compiled, so that equal parts, of one model or of several, are traced once.
+    """
     if isinstance(part, DecoderLayer | PredictionLayer):
         part = part.clone(implementation="auto")
     return part.init(key, *_example_input(part))["params"]
