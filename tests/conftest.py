@@ -58,6 +58,13 @@ def bounded_programs() -> Iterator[None]:
     bound_programs()
 
 
+def pytest_collection_finish() -> None:
+    """Look through all objects for garbage seldom, and never through what the imports made: most of them live on."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
+
+
 @pytest.fixture
 def quick_collections() -> Iterator[None]:
     """Let `gc.collect()` look at what the test makes: over all that hundreds of tests left, each takes a second."""
