@@ -1,5 +1,6 @@
 """8-bit products: what they round, that gradients pass, and that a decoder uses them on any mesh."""
 
+import functools
 import importlib.util
 
 import jax
@@ -70,12 +71,23 @@ def test_what_cannot_be_computed_is_refused(monkeypatch):
         tiny_decoder(quantization="int8")
 
 
-def step_of(quantization, mesh, **fields):
-    """Train one step: loss and gradients of a decoder of two layers."""
+def alone():
+    return build_mesh(MeshSpec(), jax.devices()[:1])
+
+
+@functools.cache
+def drawn():
+    """Draw the weights, which are the same for every kind of product and on every mesh."""
+    return jax.device_get(Trainer(LanguageModel(tiny_decoder(num_layers=2)), "sgd", mesh=alone()).place().variables)
+
+
+@functools.cache
+def step_of(quantization, mesh=None, **fields):
+    """Train one step, on one device without a mesh: loss and gradients of a decoder of two layers."""
     module = tiny_decoder(num_layers=2, quantization=quantization, **fields)
     layout = Layout(min_shard=1, tolerance=1.0)  # two heads of keys leave attention whole on tensor=4
-    trainer = Trainer(LanguageModel(module), optax.sgd(1.0), mesh=mesh, layout=layout)
-    loop = trainer.loop(trainer.place())
+    trainer = Trainer(LanguageModel(module), optax.sgd(1.0), mesh=mesh or alone(), layout=layout)
+    loop = trainer.loop(trainer.place(drawn()))
     before = named_leaves(jax.device_get(loop.state.params))
     loss = loop.step(tiny_batch()).read()["loss"].value()
     after = named_leaves(jax.device_get(loop.state.params))
@@ -84,9 +96,8 @@ def step_of(quantization, mesh, **fields):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_trains_with_them_alike_on_one_device_and_on_a_mesh(kind):
-    one = build_mesh(MeshSpec(), jax.devices()[:1])
-    exact, exact_gradients = step_of(None, one)
-    loss, gradients = step_of(kind, one)
+    exact, exact_gradients = step_of(None)
+    loss, gradients = step_of(kind)
     assert loss != exact
     assert loss == pytest.approx(exact, rel=5e-3)
     spread, spread_gradients = step_of(kind, MeshSpec(fsdp=2, tensor=2), remat="full")

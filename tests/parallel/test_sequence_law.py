@@ -52,9 +52,15 @@ def trainer(name: str | None) -> Trainer:
 
 
 @functools.cache
+def drawn() -> dict:
+    """Draw the weights, which are the same on every mesh."""
+    return jax.device_get(trainer(None).place().variables)
+
+
+@functools.cache
 def scored(name: str | None) -> tuple[dict, dict]:
     run = trainer(name)
-    state = run.place()
+    state = run.place(drawn())
     differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
     with run.context():
         output, gradients = differentiate(state.variables, run.place_batch(packed_batch()), jax.random.key(0))
@@ -100,7 +106,7 @@ def test_the_batch_is_awkward():
 def test_lengths_that_do_not_divide_are_refused():
     run = trainer("sequence=8")
     rows = {"tokens": np.ones((8, 45), np.int32)}
-    state = run.place()
+    state = run.place(drawn())
     with pytest.raises(LayoutRefused, match=r"44 positions do not divide into 8 equal parts.*Use rows of 32 or 48 "):
         list(run.loop(state).run([rows]))
 

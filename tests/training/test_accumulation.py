@@ -1,5 +1,7 @@
 """How rows are grouped into batches and windows changes nothing: sums are divided once."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ ROWS = 8
 RATE = 1000.0  # moves a weight far beyond its own rounding, so that moves compare like gradients
 
 
+@functools.cache
 def build(accumulation=1, optimizer=None, devices=1):
     return Trainer(
         LanguageModel(tiny_decoder(num_layers=2)),

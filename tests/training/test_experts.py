@@ -61,19 +61,29 @@ def batch(seed=0, rows=8):
     return {**drawn, "segment_ids": np.broadcast_to(segments, drawn["tokens"].shape)}
 
 
-def weights(run):
-    """Give weights whose routers are decided, so that rounding does not change a choice."""
-    state = run.place()
+def decided(run):
+    """Draw weights whose routers are decided, so that rounding does not change a choice."""
     enlarge = lambda path, leaf: leaf * 30 if path[-2].key == "router" else leaf  # noqa: E731
-    return jax.tree_util.tree_map_with_path(enlarge, state.variables)
+    return jax.tree_util.tree_map_with_path(enlarge, jax.device_get(run.place().variables))
+
+
+@functools.cache
+def initial():
+    return trainer().stacks.unstack(decided(trainer()))
+
+
+def weights(run):
+    """Give such weights, the same ones however a run stores and splits them."""
+    return run.place(run.stacks.stack(initial())).variables
 
 
 @functools.cache
 def scored(name=None, **fields):
     run = trainer(name, **fields)
     differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
+    variables = weights(run)
     with run.context():
-        output, gradients = differentiate(weights(run), run.place_batch(batch()), jax.random.key(0))
+        output, gradients = differentiate(variables, run.place_batch(batch()), jax.random.key(0))
     statistics = {"loss": output.loss, **output.metrics}
     return jax.device_get(statistics), named_leaves(jax.device_get(gradients))
 
@@ -137,7 +147,7 @@ def staged(schedule=None):
 def routed_on_one_device():
     """Give weights and the load of each expert of each layer on two batches."""
     alone = staged()
-    values = weights(alone)
+    values = alone.place(decided(alone)).variables
     return jax.device_get(values), alone.evaluate(values, [batch(0), batch(1)])["expert_load"].total
 
 

@@ -252,10 +252,16 @@ def trainer(name: str | None) -> Trainer:
 
 
 @functools.cache
+def drawn() -> dict:
+    """Draw the weights to train from, which are the same on every mesh."""
+    return jax.device_get(trainer(None).place().variables)
+
+
+@functools.cache
 def trained(name: str | None) -> tuple[list[float], dict]:
     """Give the losses of four batches, two windows, and the weights after them."""
     run = trainer(name)
-    loop = run.loop(run.place())
+    loop = run.loop(run.place(drawn()))
     losses = [result.read()["loss"].value() for result in loop.run(tiny_batch(seed=seed) for seed in range(4))]
     return losses, named_leaves(jax.device_get(loop.state.variables))
 
@@ -273,7 +279,7 @@ def test_windows_of_two_batches_train_as_on_one_device(name):
 def test_evaluation_equals_evaluation_on_one_device(name):
     def held_out(name):
         run = trainer(name)
-        pooled = run.evaluate(run.place().variables, [tiny_batch(seed=7), tiny_batch(seed=8)])
+        pooled = run.evaluate(run.place(drawn()).variables, [tiny_batch(seed=7), tiny_batch(seed=8)])
         return run.objective.report(pooled)
 
     got, want = held_out(name), held_out(None)
@@ -284,7 +290,7 @@ def test_evaluation_equals_evaluation_on_one_device(name):
 @pytest.mark.parametrize("name", MESHES)
 def test_gradients_and_moments_stay_where_their_parameters_are(name):
     run = trainer(name)
-    loop = run.loop(run.place())
+    loop = run.loop(run.place(drawn()))
     list(loop.run([tiny_batch()]))  # the window is open: its sums are part of the state
     want = named_leaves(jax.tree.map(lambda leaf: leaf.sharding, loop.state.params))
     state = loop.state

@@ -1,6 +1,7 @@
 """Interrupted and resumed equals uninterrupted: mid-epoch, mid-window, on another mesh, in other banks."""
 
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -46,6 +47,19 @@ def uninterrupted(accumulation):
     return by_layer(run, run.fit(dataset(), steps=STEPS, write=None))
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """Give the directory of a run that stopped early, to be copied: what resumes saves into its own."""
+
+    @functools.cache
+    def directory(accumulation):
+        place = tmp_path_factory.mktemp("interrupted")
+        trainer(accumulation=accumulation, directory=place).fit(dataset(), steps=STOP, write=None)
+        return place
+
+    return directory
+
+
 @pytest.mark.parametrize(
     "accumulation, mesh, fields",
     [
@@ -56,8 +70,8 @@ def uninterrupted(accumulation):
     ],
     ids=["same mesh", "open window", "another mesh", "another mesh, other banks"],
 )
-def test_resumed_equals_uninterrupted(tmp_path, accumulation, mesh, fields):
-    trainer(accumulation=accumulation, directory=tmp_path).fit(dataset(), steps=STOP, write=None)
+def test_resumed_equals_uninterrupted(tmp_path, interrupted, accumulation, mesh, fields):
+    shutil.copytree(interrupted(accumulation), tmp_path, dirs_exist_ok=True)
     again = trainer(mesh, accumulation, tmp_path, **fields)
     state = again.fit(dataset(), steps=STEPS, write=None)
     assert (int(state.step), int(state.microstep)) == (STEPS, STEPS % accumulation)
