@@ -115,8 +115,10 @@ class Case(NamedTuple):
     @property
     def price(self) -> float:
         """What it counts for in the cover: between the one case that it is and the time that it takes to compile."""
+        dearer = {"sparse": 1.7, "accumulated": 1.4, "remat": 1.1}
         by_schedule = {None: 1.0, "gpipe": 1.4, "1f1b": 1.7}[self.way.schedule]
-        return by_schedule * (1.7 if self.features.sparse else 1.0) * (1.4 if self.features.accumulated else 1.0)
+        by_exchange = 1.3 if self.way.exchange == "ring" else 1.0
+        return by_schedule * by_exchange * math.prod(dearer[name] for name in dearer if getattr(self.features, name))
 
 
 def factorisations(devices: int = DEVICES) -> list[Factors]:
@@ -235,12 +237,16 @@ def cover() -> tuple[Case, ...]:
     open, the case that adds most first. Cases of like features stand together.
     """
     words, meshes = feature_words(), factorisations()
-    # Experts and windows of two batches are most of what compiles; they meet these meshes in the whole table.
-    light = dict.fromkeys(dataclasses.replace(word, accumulated=False, sparse=False) for word in words)
+    # Experts, windows of two batches and recomputation are most of what compiles: a mesh has them here where they are
+    # what is to meet, and in the whole table.
+    once = [dataclasses.replace(word, accumulated=False) for word in words]
+    light = dict.fromkeys(dataclasses.replace(word, sparse=False) for word in once)
+    either = dict.fromkeys([*words, *once, *(dataclasses.replace(word, remat=False) for word in once)])
+    either |= dict.fromkeys(dataclasses.replace(word, sparse=False) for word in either)
     chosen = _Chosen()
     for factors in filter(is_uniform, meshes):
         chosen.take(chosen.masks(every_case([factors], light)))
-    rest = chosen.masks(every_case(itertools.filterfalse(is_uniform, meshes), words))
+    rest = chosen.masks(every_case(itertools.filterfalse(is_uniform, meshes), either))
     while any(mask & ~chosen.met for mask in rest.values()):
         chosen.take(rest)
     return tuple(sorted(chosen.cases, key=_with_like))
