@@ -45,10 +45,10 @@ class Case:
 
 
 CASES = {
-    "stage=2 M=4 fsdp=2 tensor=2, packed": Case(MeshSpec(stage=2, microbatches=4, fsdp=2, tensor=2), packed=True),
-    "stage=2 M=3 tensor=4, pattern, accumulated": Case(
-        MeshSpec(stage=2, microbatches=3, tensor=4), layers="pattern", accumulation=2
+    "stage=2 M=4 fsdp=2 tensor=2, packed, accumulated": Case(
+        MeshSpec(stage=2, microbatches=4, fsdp=2, tensor=2), packed=True, accumulation=2
     ),
+    "stage=2 M=3 tensor=4, pattern": Case(MeshSpec(stage=2, microbatches=3, tensor=4), layers="pattern"),
 }
 LAYERS = {
     "uniform": (tiny_layer(num_kv_heads=4),) * 4,
@@ -148,7 +148,7 @@ def test_each_device_holds_the_layers_of_its_stage_and_its_share_of_the_tables(n
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_equals_that_of_one_device(schedule):
-    case = CASES["stage=2 M=4 fsdp=2 tensor=2, packed"]
+    case = CASES["stage=2 M=4 fsdp=2 tensor=2, packed, accumulated"]
 
     def held_out(schedule):
         *_, run, _ = trained(case, schedule)
