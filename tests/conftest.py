@@ -34,9 +34,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # The tests must not depend on a connection: what a test needs is made by a tool and kept in tests/fixtures.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Tracing makes many objects that live on: looking through them as often as by default took 18 % of it, 6 % of a run.
-gc.set_threshold(50_000, 20, 50)
-
 # A run that was started in the background ignores Ctrl-C, and so would the tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
