@@ -36,6 +36,7 @@ class Sizes:
         length: Tokens of a row in the kernels' part.
         layers: Layers of the models that are timed.
         vocab: Their vocabulary.
+        rows: Rows of the calls that are timed, one number after the other; a step has the last one.
         gigabytes: Size of the checkpoint that is loaded.
         samples: Timed samples.
         width: Width of the model whose use of the device is measured.
@@ -44,13 +45,14 @@ class Sizes:
     length: int
     layers: int
     vocab: int
+    rows: tuple[int, ...]
     gigabytes: float
     samples: int
     width: int
 
 
-FULL = Sizes(length=2048, layers=30, vocab=49152, gigabytes=2.0, samples=5, width=2048)
-TINY = Sizes(length=640, layers=2, vocab=256, gigabytes=0.02, samples=1, width=32)
+FULL = Sizes(length=2048, layers=30, vocab=49152, rows=(1, 8), gigabytes=2.0, samples=5, width=2048)
+TINY = Sizes(length=640, layers=2, vocab=256, rows=(1,), gigabytes=0.02, samples=1, width=32)
 
 Part = Callable[[Sizes], Iterator[str]]
 

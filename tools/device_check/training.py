@@ -129,12 +129,14 @@ def _share(rate: float) -> str:
 def train_speed(sizes: Sizes) -> Iterator[str]:
     """Time a training step beside the handwritten one."""
     bench = benchmark("benchmark_train")
-    ratio = bench.compare(bench.Options(layers=sizes.layers, vocab=sizes.vocab, samples=sizes.samples))
+    shape = {"layers": sizes.layers, "vocab": sizes.vocab, "rows": sizes.rows[-1]}
+    ratio = bench.compare(bench.Options(**shape, samples=sizes.samples))
     yield f"a step takes {ratio:.3f} times the handwritten one's"
 
 
 def decode_speed(sizes: Sizes) -> Iterator[str]:
     """Time greedy generation beside the handwritten loop."""
     bench = benchmark("benchmark_generate")
-    ratios = bench.ratios(bench.Options(layers=sizes.layers, vocab=sizes.vocab, samples=sizes.samples))
+    shape = {"layers": sizes.layers, "vocab": sizes.vocab, "rows": sizes.rows}
+    ratios = bench.ratios(bench.Options(**shape, samples=sizes.samples))
     yield f"tokens per second over the handwritten loop's: {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
