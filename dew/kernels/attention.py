@@ -1,7 +1,7 @@
 """Scaled dot-product attention on one device, with grouped key/value heads.
 
-Entry points: `attention`; `partial_attention` and `merge` for keys that come in pieces; `with_sinks`; `one_width` where
-values are wider or narrower than keys. `Visibility` says which keys a query reads.
+Entry points: `attention`; `partial_attention`, `merge` and `partial_gradients` for keys that come in pieces;
+`with_sinks`; `one_width` where values are wider or narrower than keys. `Visibility` says which keys a query reads.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dew.arrays import Array, Float
 from dew.kernels.attention_choice import AttentionCall, Implementation, attention_choice
 from dew.kernels.attention_cudnn import cudnn_attention
-from dew.kernels.attention_xla import xla_attention
+from dew.kernels.attention_xla import xla_attention, xla_gradients
 from dew.kernels.dropout import AttentionDropout
 from dew.kernels.visibility import Visibility, consecutive_visibility
 
@@ -22,6 +22,7 @@ __all__ = [
     "merge",
     "one_width",
     "partial_attention",
+    "partial_gradients",
     "with_sinks",
 ]
 
@@ -138,6 +139,46 @@ def partial_attention(
     """
     _check_heads(query, key)
     return xla_attention(query, key, value, visibility, scale, softcap, jnp.dtype(jnp.float32), dropout)
+
+
+def partial_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
+    result: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    cotangent: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    *,
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None = None,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+    """Differentiate what some of the keys add to the merged result of all, without mixing their values again.
+
+    A key's weight in the softmax over all keys is exp(logit - L), with L their log-sum-exp. The gradient of its logit
+    is this weight times (do . value - do . o + dL), with o the merged values; where dropout drops the weight, and
+    divides what it keeps, it does so with do . value too. Five products of queries and keys
+    (https://arxiv.org/abs/2307.08691, section 3.1).
+
+    Args:
+        query: Rotated queries.
+        key: Rotated keys of this piece, heads before slots.
+        value: Values, likewise.
+        result: The merged mixed values and log-sum-exp over all pieces.
+        cotangent: The cotangents of both.
+        visibility: Which keys of this piece each query reads.
+        scale: Factor on the products.
+        softcap: Bound of the logits; None leaves them.
+        dropout: What dropped probabilities of this piece.
+
+    Returns:
+        The gradients of the queries, of the keys and of the values, each in their dtype.
+
+    Raises:
+        ValueError: If the query heads are not a multiple of the key/value heads.
+    """
+    _check_heads(query, key)
+    return xla_gradients(query, key, value, visibility, scale, softcap, result, cotangent, dropout)
 
 
 def merge(

@@ -1,8 +1,8 @@
 """Attention of long rows in blocks of queries and keys, none of whose logits outlive their block.
 
-Entry point: `blockwise_attention`, FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) in XLA operations.
-A block of queries visits the key blocks from the first to the last it may read, found when the program runs: the
-hidden half of a causal call, all beyond a window, and the keys after a stripe of queries cost nothing.
+Entry points: `blockwise_attention`, FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) in XLA operations;
+`blockwise_gradients`. A block of queries visits the key blocks from the first to the last it may read, found when the
+program runs: the hidden half of a causal call, all beyond a window, and keys after a stripe of queries cost nothing.
 """
 
 import functools
@@ -68,9 +68,70 @@ def blockwise_attention(
 
     Differentiable in reverse mode, in both results.
     """
-    slots = _Slots(visibility.query_slots, visibility.key_slots, visibility.query_segments, visibility.key_segments)
-    limits = _Limits(visibility.window, visibility.chunk, scale, softcap, jnp.dtype(dtype))
+    slots, limits = _seen(visibility, scale, softcap, dtype)
     return _attention(query, key, value, slots, dropout, limits)
+
+
+def blockwise_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None,
+    result: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    cotangent: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    dropout: AttentionDropout | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+    """Differentiate what these keys add, as `dew.kernels.attention_xla.xla_gradients` does."""
+    slots, limits = _seen(visibility, scale, softcap, result[0].dtype)
+    return _backward(limits, (query, key, value, slots, dropout, *result), cotangent)[:3]
+
+
+def mean_gradient(
+    result: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    cotangent: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+) -> Float[Array, "B T N"]:
+    """Give what the softmax takes off the gradient of each of a query's weights: their weighted mean.
+
+    Args:
+        result: Mixed values and log-sum-exp over all keys.
+        cotangent: The cotangents of both.
+    """
+    (mixed, _), (by_mixed, by_logsumexp) = result, cotangent
+    return jnp.sum(by_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1) - by_logsumexp
+
+
+def pair_gradients(
+    logits: Float[Array, "B K G T S"],
+    value: Float[Array, "B K S Hv"],
+    by_mixed: Float[Array, "B T K G Hv"],
+    logsumexp: Float[Array, "B K G T"],
+    mean: Float[Array, "B K G T"],
+    visibility: Visibility,
+    dropout: AttentionDropout | None,
+) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T S"]]:
+    """Give the gradients of logits, and the weights of their values, by what is known of all keys.
+
+    Args:
+        logits: Logits of some of the keys, `MASKED` where hidden.
+        value: Values of these keys.
+        by_mixed: Cotangent of the mixed values.
+        logsumexp: Log-sum-exp over all keys.
+        mean: What `mean_gradient` gives.
+        visibility: Where these queries and keys are.
+        dropout: What drops probabilities; None drops none.
+    """
+    # A row that reads nothing has MASKED for its log-sum-exp: its hidden keys would weigh 1.
+    weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - logsumexp[..., None]), 0.0)
+    by_weights = drop_probabilities(dropout, wide_einsum("BTKGH,BKSH->BKGTS", by_mixed, value), visibility)
+    return weights * (by_weights - mean[..., None]), drop_probabilities(dropout, weights, visibility)
+
+
+def _seen(visibility, scale, softcap, dtype):
+    """Tell the arrays that decide the logits from what is known when the program is traced."""
+    slots = _Slots(visibility.query_slots, visibility.key_slots, visibility.query_segments, visibility.key_segments)
+    return slots, _Limits(visibility.window, visibility.chunk, scale, softcap, jnp.dtype(dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -117,9 +178,7 @@ def _backward(limits, kept, cotangents):
     query, key, value, slots, dropout, mixed, logsumexp = kept
     T, K = query.shape[1], key.shape[1]
     rows, keys = _query_blocks(slots, limits), _key_blocks(key, value, slots)
-    by_mixed, by_logsumexp = cotangents
-    # The softmax's own gradient takes the weighted mean of the weights' gradients off each: a number per query.
-    mean = jnp.sum(by_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1) - by_logsumexp
+    mean = mean_gradient((mixed, logsumexp), cotangents)
 
     def of_queries(sums, block):
         query, by_mixed, logsumexp, mean, row = block
@@ -128,11 +187,8 @@ def _backward(limits, kept, cotangents):
         def visit(index, carry):
             by_query, by_key, by_value = carry
             key, value, logits, slope, own = _logits(query, row, keys, index, limits)
-            # A row that reads nothing has MASKED for its log-sum-exp: its hidden keys would weigh 1.
-            weights = jnp.where(logits > MASKED / 2, jnp.exp(logits - logsumexp[..., None]), 0.0)
-            by_weights = drop_probabilities(dropout, wide_einsum("BTKGH,BKSH->BKGTS", by_mixed, value), own)
-            by_logits = (weights * (by_weights - mean[..., None]) * slope).astype(key.dtype)
-            weights = drop_probabilities(dropout, weights, own).astype(value.dtype)
+            by_logits, weights = pair_gradients(logits, value, by_mixed, logsumexp, mean, own, dropout)
+            by_logits, weights = (by_logits * slope).astype(key.dtype), weights.astype(value.dtype)
             by_query += wide_einsum("BKGTS,BKSH->BTKGH", by_logits, key)
             by_key = _add(by_key, index, "BKGTS,BTKGH->BKSH", by_logits, query)
             return by_query, by_key, _add(by_value, index, "BKGTS,BTKGH->BKSH", weights, by_mixed)
@@ -142,7 +198,7 @@ def _backward(limits, kept, cotangents):
         return tuple(sums), by_query.astype(query.dtype)
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys[:2])
-    blocks = (_cut(query, K), _cut(by_mixed.astype(value.dtype), K), _cut(logsumexp[..., None], K))
+    blocks = (_cut(query, K), _cut(cotangents[0].astype(value.dtype), K), _cut(logsumexp[..., None], K))
     (by_key, by_value), by_query = jax.lax.scan(of_queries, zeros, (*blocks, _cut(mean[..., None], K), rows))
     by_query = jnp.moveaxis(by_query, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :T]
     by_key, by_value = (x[:, :, : key.shape[2]].astype(key.dtype) for x in (by_key, by_value))

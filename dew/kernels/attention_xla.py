@@ -1,13 +1,19 @@
 """Attention in plain XLA operations: short rows keep their logits, long ones go through blocks.
 
-Entry point: `xla_attention`. The blocks are in `dew.kernels.attention_blocks`.
+Entry points: `xla_attention`; `xla_gradients` of some of the keys. The blocks are in `dew.kernels.attention_blocks`.
 """
 
 import jax
 import jax.numpy as jnp
 
 from dew.arrays import Array, Float
-from dew.kernels.attention_blocks import MASKED, blockwise_attention
+from dew.kernels.attention_blocks import (
+    MASKED,
+    blockwise_attention,
+    blockwise_gradients,
+    mean_gradient,
+    pair_gradients,
+)
 from dew.kernels.dropout import AttentionDropout, drop_probabilities
 from dew.kernels.products import wide_einsum
 from dew.kernels.visibility import Visibility
@@ -36,17 +42,56 @@ def xla_attention(
     return blockwise_attention(query, key, value, visibility, scale, softcap, dtype, dropout)
 
 
-def _dense(query, key, value, visibility, scale, softcap, dtype, dropout):
-    """Attention with all its logits at once."""
-    key, value, visibility = _in_reach(query.shape[1], key, value, visibility)
+def xla_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
+    visibility: Visibility,
+    scale: float,
+    softcap: float | None,
+    result: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    cotangent: tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]],
+    dropout: AttentionDropout | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+    """Differentiate what these keys add to a result over them and others; as `partial_gradients`."""
+    given = visibility, scale, softcap, result, cotangent, dropout
+    if query.shape[1] <= DENSE_QUERIES:
+        return _dense_gradients(query, key, value, *given)
+    return blockwise_gradients(query, key, value, *given)
+
+
+def _dense_gradients(query, key, value, visibility, scale, softcap, result, cotangent, dropout):
+    """Gradients with all logits at once."""
+    logits, pull = jax.vjp(lambda query, key: _logits(query, key, visibility, scale, softcap), query, key)
+    B, K, G, T, _ = logits.shape
+
+    def of_groups(x):
+        return jnp.moveaxis(x.reshape(B, T, K, G), 1, 3)
+
+    by_mixed = cotangent[0].astype(value.dtype).reshape(B, T, K, G, -1)
+    known = of_groups(result[1]), of_groups(mean_gradient(result, cotangent))
+    by_logits, weights = pair_gradients(logits, value, by_mixed, *known, visibility, dropout)
+    by_value = wide_einsum("BKGTS,BTKGH->BKSH", weights.astype(value.dtype), by_mixed)
+    return *pull(by_logits), by_value.astype(value.dtype)
+
+
+def _logits(query, key, visibility, scale, softcap):
+    """Compute all logits, [B, K, G, T, S]."""
     B, T, N, H = query.shape
     K = key.shape[1]
     query_BTKGH = query.reshape(B, T, K, N // K, H)
     logits = jnp.einsum("BTKGH,BKSH->BKGTS", query_BTKGH, key, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    logits = jnp.where(visibility.mask()[:, None, None], logits, MASKED)
-    weights, logsumexp = _softmax(logits)
+    return jnp.where(visibility.mask()[:, None, None], logits, MASKED)
+
+
+def _dense(query, key, value, visibility, scale, softcap, dtype, dropout):
+    """Attention with all its logits at once."""
+    key, value, visibility = _in_reach(query.shape[1], key, value, visibility)
+    B, T, N, _ = query.shape
+    K = key.shape[1]
+    weights, logsumexp = _softmax(_logits(query, key, visibility, scale, softcap))
     weights = drop_probabilities(dropout, weights, visibility).astype(value.dtype)
     logsumexp = jnp.moveaxis(logsumexp[..., 0], 3, 1).reshape(B, T, N)
     if dtype != value.dtype:

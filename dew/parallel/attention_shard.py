@@ -9,7 +9,14 @@ import jax
 from flax import struct
 
 from dew.arrays import Array, Float, Int
-from dew.kernels.attention import Implementation, Visibility, attention, consecutive_visibility, partial_attention
+from dew.kernels.attention import (
+    Implementation,
+    Visibility,
+    attention,
+    consecutive_visibility,
+    partial_attention,
+    partial_gradients,
+)
 from dew.kernels.dropout import AttentionDropout
 
 
@@ -96,6 +103,40 @@ class SplitAttention:
         return partial_attention(
             query, *pairs, visibility=visibility, scale=self.scale, softcap=self.softcap, dropout=dropout
         )
+
+    def piece_gradients(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K H"],
+        segments: tuple[Array | None, Array | None],
+        dropout: AttentionDropout | None,
+        *,
+        result: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]],
+        cotangent: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]],
+        starts: tuple[Array | int, Array | int],
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Differentiate what `attend_piece` adds to the result over all keys; other arguments as `attend`'s.
+
+        Args:
+            result: Mixed values and log-sum-exp over all keys.
+            cotangent: The cotangents of both.
+
+        Returns:
+            The gradients of the queries, of these keys and of their values.
+        """
+        by_query, by_key, by_value = partial_gradients(
+            query,
+            key.swapaxes(1, 2),
+            value.swapaxes(1, 2),
+            result,
+            cotangent,
+            visibility=self._visibility(query, key, segments, starts),
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=dropout,
+        )
+        return by_query, by_key.swapaxes(1, 2), by_value.swapaxes(1, 2)
 
     def _visibility(self, query: Array, key: Array, segments: tuple, starts: tuple) -> Visibility:
         return consecutive_visibility(

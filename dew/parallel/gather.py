@@ -23,7 +23,7 @@ def gather_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
     """Attend from two blocks of queries to the gathered keys and values, block by block.
 
     A block of keys after the queries' own is not computed: with striped queries every device computes 2 N + 1 of the
-    4 N pairs of blocks, fewer with a window or chunks (`block_pairs`). A query and a key cost 16 H operations, forward
+    4 N pairs of blocks, fewer with a window or chunks (`block_pairs`). A query and a key cost 14 H operations, forward
     and backward, where attention that keeps its logits computes all pairs for 12 H each.
 
     Args:

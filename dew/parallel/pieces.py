@@ -2,10 +2,9 @@
 
 Entry points: `Blocks`, `add_piece`, `piece_gradients`. The backward pass computes a piece's logits again and weighs
 them by the final log-sum-exp, so no piece is kept (FlashAttention, https://arxiv.org/abs/2205.14135, section 3.1; over
-devices, https://arxiv.org/abs/2310.01889).
+devices, https://arxiv.org/abs/2310.01889): 7 products of 2 H operations a pair of query and key, and query head.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -61,7 +60,8 @@ def add_piece(call: SplitAttention, blocks: Blocks, result: Result, number: Arra
         The result after it.
     """
     query, start = blocks.of(number)
-    piece = _piece(call, blocks, query, keys[0], keys[1], start, keys[2])
+    segments = _segments(blocks, query, start, keys)
+    piece = call.attend_piece(query, *keys[:2], segments, blocks.dropout, starts=(start, keys[2]))
     mixed, logsumexp = merge((result[0][number], result[1][number]), piece)
     return result[0].at[number].set(mixed), result[1].at[number].set(logsumexp)
 
@@ -70,9 +70,6 @@ def piece_gradients(
     call: SplitAttention, blocks: Blocks, result: Result, cotangent: Result, number: Array | int, keys: KeyBlock
 ) -> tuple[Array, Array, Array]:
     """Differentiate what one block of queries read in one piece of the keys.
-
-    With result o and log-sum-exp L over all pieces, and m and l of this one, o = sum exp(l - L) m: the cotangent of m
-    is exp(l - L) do, that of l is exp(l - L) (do . (m - o) + dL).
 
     Args:
         call: The call.
@@ -86,15 +83,15 @@ def piece_gradients(
         The gradients of the block's queries, of the keys and of the values.
     """
     query, start = blocks.of(number)
-
-    def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        return _piece(call, blocks, query, key, value, start, keys[2])
-
-    (mixed, logsumexp), pull = jax.vjp(attend, query, keys[0], keys[1])
-    weight = jnp.exp(logsumexp - result[1][number])
-    by_mixed = cotangent[0][number]
-    by_logsumexp = jnp.sum(by_mixed * (mixed - result[0][number]), axis=-1) + cotangent[1][number]
-    return pull((weight[..., None] * by_mixed, weight * by_logsumexp))
+    return call.piece_gradients(
+        query,
+        *keys[:2],
+        _segments(blocks, query, start, keys),
+        blocks.dropout,
+        result=(result[0][number], result[1][number]),
+        cotangent=(cotangent[0][number], cotangent[1][number]),
+        starts=(start, keys[2]),
+    )
 
 
 def finished(mixed: Array, logsumexp: Array, shard: AttentionShard) -> list[Float[Array, "B C N H"]]:
@@ -111,7 +108,7 @@ def finished(mixed: Array, logsumexp: Array, shard: AttentionShard) -> list[Floa
     return list(mixed.astype(shard.query.dtype))
 
 
-def _piece(call, blocks, query, key, value, query_start, key_start):
-    own = segments_from(blocks.segments, query_start, query.shape[1])
-    others = segments_from(blocks.segments, key_start, key.shape[1])
-    return call.attend_piece(query, key, value, (own, others), blocks.dropout, starts=(query_start, key_start))
+def _segments(blocks: Blocks, query: Array, start: Array, keys: KeyBlock) -> tuple[Array | None, Array | None]:
+    """Give the document numbers of a block of queries and of a piece of the keys."""
+    own = segments_from(blocks.segments, start, query.shape[1])
+    return own, segments_from(blocks.segments, keys[2], keys[0].shape[1])

@@ -26,7 +26,7 @@ def ring_attention(shard: AttentionShard) -> Float[Array, "B t N H"]:
 
     Where a query reads all keys before it, slices are striped, so that every device computes two halves of a slice at
     every hop: 2 N + 1 of the 4 N pairs of half slices. With a window or chunks they stay in order and the ring ends
-    where no query reads further back: R + 1 of N pairs of slices. A query and a key cost 16 H operations.
+    where no query reads further back: R + 1 of N pairs of slices. A query and a key cost 14 H operations.
 
     Args:
         shard: This device's part; of an even number of positions where it is striped.

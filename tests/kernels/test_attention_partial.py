@@ -1,4 +1,4 @@
-"""Attention over pieces of the keys joins to attention over all; sinks, chunks and any slots are their formula."""
+"""Attention over pieces of the keys joins to attention over all, as do their gradients; sinks, chunks and any slots."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 
 from dew.kernels import attention_blocks, attention_xla
-from dew.kernels.attention import Visibility, attention, consecutive_visibility, merge, partial_attention
+from dew.kernels.attention import (
+    Visibility,
+    attention,
+    consecutive_visibility,
+    merge,
+    partial_attention,
+    partial_gradients,
+)
+from dew.kernels.dropout import AttentionDropout, fold, keeps
 
 B, T, S, N, K, H = 2, 6, 12, 4, 2, 8
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3]])
 STRIPE = jnp.array([1, 2, 3, 8, 9, 10])  # queries of two stretches of a sequence
 SINKS = jnp.array([0.5, -1.0, 2.0, -3.0])
+DROPOUT = AttentionDropout(words=(jnp.uint32(1), jnp.uint32(2)), rows=jnp.array([5, 2]), heads=jnp.arange(N), rate=0.3)
 
 
 def heads(num_queries=T, num_keys=S):
@@ -20,10 +29,12 @@ def heads(num_queries=T, num_keys=S):
     return query, *(jax.random.normal(key, (B, K, num_keys, H)) for key in keys[1:])
 
 
-def plain(query, key, value, allowed, sinks=None, scale=0.5):
+def plain(query, key, value, allowed, sinks=None, scale=0.5, softcap=None, factors=1.0):
     """Give softmax attention and the log-sum-exp, written out; rows that read nothing are zero and -inf."""
     key, value = (jnp.repeat(x, N // K, axis=1) for x in (key, value))
-    logits = jnp.where(allowed[:, None], jnp.einsum("BTNH,BNSH->BNTS", query, key) * scale, -jnp.inf)
+    logits = jnp.einsum("BTNH,BNSH->BNTS", query, key) * scale
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    logits = jnp.where(allowed[:, None], logits, -jnp.inf)
     extra = jnp.full((B, N, query.shape[1], 1), -jnp.inf) if sinks is None else None
     if extra is None:
         extra = jnp.broadcast_to(sinks[None, :, None, None], (B, N, query.shape[1], 1))
@@ -32,7 +43,7 @@ def plain(query, key, value, allowed, sinks=None, scale=0.5):
     total = jnp.sum(jnp.exp(every - highest), axis=-1, keepdims=True)
     weights = jnp.exp(logits - highest) / jnp.where(total > 0, total, 1)
     logsumexp = highest + jnp.log(jnp.where(total > 0, total, 1))
-    return jnp.einsum("BNTS,BNSH->BTNH", weights, value), logsumexp[..., 0].swapaxes(1, 2)
+    return jnp.einsum("BNTS,BNSH->BTNH", weights * factors, value), logsumexp[..., 0].swapaxes(1, 2)
 
 
 def allowed_pairs(query_slots, key_slots, query_segments, key_segments, window=None, chunk=None):
@@ -105,6 +116,40 @@ def test_pieces_of_the_keys_merge_to_attention_over_all_of_them(limits):
     got = jax.value_and_grad(loss(pieces), (0, 1, 2), has_aux=True)(*inputs)
     assert got[0][1][0].dtype == got[0][1][1].dtype == jnp.float32
     close(got, want)
+
+
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("limits", [{}, {"window": 3}, {"chunk": 4}], ids=str)
+def test_gradients_of_pieces_join_to_those_of_all_keys(limits, softcap, dropout):
+    query, key, value = heads()
+    value = value[..., :5]
+    query_segments = SEGMENTS[:, STRIPE].at[0, 1].set(9)  # this query reads nothing
+    allowed = allowed_pairs(STRIPE, jnp.arange(S), query_segments, SEGMENTS, **limits)
+    rows, numbers, queries, slots = np.indices((B, N, T, S))
+    words = fold(fold(DROPOUT.words, DROPOUT.rows[rows], numbers), STRIPE[queries], slots)
+    factors = 1.0 if dropout is None else jnp.where(keeps(words, 0.3), 1 / 0.7, 0)
+
+    def pieces():
+        for start in (8, 0, 4):
+            visibility = Visibility(
+                STRIPE[None], start + jnp.arange(4)[None], query_segments, SEGMENTS[:, start : start + 4], **limits
+            )
+            options = {"visibility": visibility, "scale": 0.5, "softcap": softcap, "dropout": dropout}
+            yield start, (key[:, :, start : start + 4], value[:, :, start : start + 4]), options
+
+    parts = [partial_attention(query, *pairs, **options) for _, pairs, options in pieces()]
+    result = merge(merge(*parts[:2]), parts[2])
+    want, pull = jax.vjp(lambda *heads: plain(*heads, allowed, softcap=softcap, factors=factors), *(query, key, value))
+    close(result, want)
+    cotangent = jnp.cos(want[0]), jnp.sin(want[1])
+    by_query, by_keys = jnp.zeros_like(query), {}
+    for start, pairs, options in pieces():
+        added, *by_keys[start] = partial_gradients(query, *pairs, result, cotangent, **options)
+        by_query += added
+    by_key, by_value = (jnp.concatenate([by_keys[start][i] for start in (0, 4, 8)], axis=2) for i in range(2))
+    assert not np.any(by_query[0, 1])
+    close((by_query, by_key, by_value), pull(cotangent))
 
 
 def test_a_row_that_reads_nothing_is_zero_and_has_no_share_in_a_merge():
@@ -185,6 +230,14 @@ def test_narrow_inputs_give_what_wide_ones_give(sinks):
     def gradients(inputs):
         return jax.jit(jax.grad(lambda *x: sum(jnp.sum(jnp.sin(part)) for part in of_both(*x)), (0, 1, 2)))(*inputs)
 
-    for got, want in [(of_both(*narrow), of_both(*wide)), (gradients(narrow), gradients(wide))]:
+    def of_piece(query, key, value):
+        result = partial_attention(query, key, value, visibility=visibility, scale=0.5)
+        cotangent = jnp.cos(result[0]), jnp.sin(result[1])
+        found = partial_gradients(query, key, value, result, cotangent, visibility=visibility, scale=0.5)
+        assert all(x.dtype == query.dtype for x in found)
+        return found
+
+    found = [(of(narrow), of(wide)) for of in (lambda x: of_both(*x), gradients, lambda x: jax.jit(of_piece)(*x))]
+    for got, want in found:
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=0.03 * float(jnp.max(jnp.abs(b))))
