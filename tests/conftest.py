@@ -37,6 +37,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A run that was started in the background ignores Ctrl-C, and so would the tests that send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What the imports and the collection make lives on: nobody looks for garbage before `pytest_collection_finish`.
+gc.disable()
+
 import pytest  # noqa: E402
 
 from tests import shape_checks  # noqa: E402
@@ -63,6 +66,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)
+    gc.enable()
 
 
 @pytest.fixture
