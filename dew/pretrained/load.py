@@ -25,13 +25,14 @@ from dew.pretrained.block_scales import BlockScaledSource, block_scales
 from dew.pretrained.canonical import canonical_names
 from dew.pretrained.families import Family, family_of
 from dew.pretrained.families.fields import MAX_LAYERS, MAX_PREDICTION_LAYERS, Fields
+from dew.pretrained.families.prediction import LOAD_WITHOUT
 from dew.pretrained.families.wrapped import language_config
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
 from dew.pretrained.hub import CONFIG_FILES, locate
 from dew.pretrained.mxfp4 import is_mxfp4
 from dew.pretrained.place import ProgressCallback, place
-from dew.pretrained.prediction import counted_layers, tensor_names
+from dew.pretrained.prediction import counted_layers, further_tensors, tensor_names
 from dew.pretrained.progress import showing
 from dew.pretrained.recipe import MAX_EXPERTS_OF_MODEL, Recipe, check_coverage, recipes
 from dew.pretrained.safetensors import SINGLE_NAME, has_safetensors, open_safetensors
@@ -285,7 +286,8 @@ def load_variables(
             ignorable = (*ignorable, *described.family.prediction.copies_of(module))
         if module.tie_embeddings:
             ignorable = (*ignorable, *_tied_head(source, todo, described.family, described.source))
-        check_coverage(todo, source, ignorable, described.source)
+        optional = further_tensors(described.family, described.config)
+        check_coverage(todo, source, ignorable, described.source, optional=optional, advice=LOAD_WITHOUT)
         with showing(progress, f"Loading {Path(described.source).name}") as told:
             return nested(place(todo, named_leaves(shardings), source, dtype, progress=told))
     finally:

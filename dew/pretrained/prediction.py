@@ -12,6 +12,7 @@ from dew.pretrained.families import Family
 from dew.pretrained.safetensors import INDEX_NAME
 from dew.pretrained.shards import shard_names
 from dew.pretrained.source import CheckpointError, TensorSource, contained
+from dew.tree import matches
 
 
 def counted_layers(
@@ -48,9 +49,21 @@ def counted_layers(
     has_layers = bool(stated) if found is None else any(name.endswith(tensors.marker(layers)) for name in found)
     if wanted:
         return {**config, tensors.field: (1 if stated is None else stated) if has_layers else 0}, ()
-    if not has_layers:
+    globs = further_tensors(family, config)
+    if not has_layers and not any(matches(name, globs) for name in found or ()):
         raise _nothing_to_leave_out(where)
-    return {**config, tensors.field: 0}, tensors.globs(layers, stated or 1)
+    return {**config, tensors.field: 0}, globs
+
+
+def further_tensors(family: Family, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give globs of the tensors of such layers.
+
+    Args:
+        family: The checkpoint's family.
+        config: Its config, whose number of other layers is whole.
+    """
+    tensors = family.prediction
+    return () if tensors is None else tensors.globs(config["num_hidden_layers"], config.get(tensors.field) or 1)
 
 
 def _nothing_to_leave_out(where: object) -> CheckpointError:

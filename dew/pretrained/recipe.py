@@ -325,7 +325,15 @@ def _cut(
     return Cut(factors.index(weight.fused.dimension), start, total)
 
 
-def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: Sequence[str], where: object) -> None:
+def check_coverage(
+    recipes: Iterable[Recipe],
+    source: TensorSource,
+    ignorable: Sequence[str],
+    where: object,
+    *,
+    optional: Sequence[str] = (),
+    advice: str = "",
+) -> None:
     """Check, before anything is read, that leaves and tensors match one to one.
 
     Args:
@@ -333,6 +341,8 @@ def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: S
         source: The checkpoint.
         ignorable: Globs of tensors that carry no weight.
         where: The checkpoint, for errors.
+        optional: Globs of tensors that a load can do without.
+        advice: How, for errors of these tensors alone.
 
     Raises:
         CheckpointError: Listing tensors that are missing, left over, or of another shape.
@@ -347,11 +357,16 @@ def check_coverage(recipes: Iterable[Recipe], source: TensorSource, ignorable: S
         problems.append(f"missing tensors: {_listed(missing)}" + (f" (is {near!r} the first of them?)" if near else ""))
     if extra:
         problems.append(f"tensors that no part of the model reads: {_listed(extra)}")
-    misfits = [problem for name in wanted if name in present and (problem := _misfit(wanted[name], name, source))]
+    misfits = {name: problem for name in wanted if name in present and (problem := _misfit(wanted[name], name, source))}
     if misfits:
-        problems.append(_listed(misfits))
+        problems.append(_listed(list(misfits.values())))
     if problems:
-        raise CheckpointError(f"{where} does not fit its config; nothing was loaded. " + "; ".join(problems) + ".")
+        can_do_without = all(matches(name, optional) for name in (*missing, *extra, *misfits))
+        raise CheckpointError(
+            f"{where} does not fit its config; nothing was loaded. "
+            + "; ".join(problems)
+            + (f". {advice}" if can_do_without else ".")
+        )
 
 
 def _misfit(recipe: Recipe, name: str, source: TensorSource) -> str | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import warnings
 
 import jax
@@ -14,6 +15,7 @@ from dew.placement.layout import Layout
 from dew.placement.stacks import stack_view
 from dew.pretrained import CheckpointError, describe, load_pretrained, save_pretrained
 from dew.pretrained.export import export_config
+from dew.pretrained.safetensors import SINGLE_NAME
 from dew.tree import named_leaves
 from tests.pretrained.checkpoints import FIXTURES
 
@@ -25,6 +27,7 @@ FAMILIES = {
     "qwen3_5_moe_text": (2, "mtp_num_hidden_layers"),
 }
 WIDTH = 32
+WAY_OUT = r"Load without .*: prediction_layers=False, or --no-prediction-layers of a dew command\.$"
 
 
 def further_tensors(name, stored, depth):
@@ -182,17 +185,28 @@ def test_leaving_out_what_is_not_there_is_refused(name, refused):
 
 def test_what_does_not_fit_the_config_is_refused_by_name(predicting, refused):
     directory, stored = predicting("deepseek_v3", num_nextn_predict_layers=0)
-    refused(directory, r"no part of the model reads: model\.layers\.3\.eh_proj\.weight")
+    refused(directory, rf"no part of the model reads: model\.layers\.3\.eh_proj\.weight.*\. {WAY_OUT}")
+    load_pretrained(directory, prediction_layers=False)
     directory, stored = (directory, {key: value for key, value in stored.items() if not key.endswith("hnorm.weight")})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     save_file(stored, directory / "model.safetensors")
-    refused(directory, r"missing tensors: model\.layers\.3\.hnorm\.weight")
+    refused(directory, rf"missing tensors: model\.layers\.3\.hnorm\.weight\. {WAY_OUT}")
+    save_file({key: value for key, value in stored.items() if key != "model.norm.weight"}, directory / SINGLE_NAME)
+    refused(directory, r"missing tensors: model\.norm\.weight, model\.layers\.3\.hnorm\.weight\.$")
+
+
+def test_commands_name_the_option_that_leaves_out_what_does_not_fit(predicting, tmp_path, capsys):
+    directory, stored = predicting("qwen3_next")
+    save_file({key: value for key, value in stored.items() if key != "mtp.fc.weight"}, directory / SINGLE_NAME)
+    assert main(["convert", str(directory), str(tmp_path / "out")]) == 1
+    assert re.search(rf"no part of the model reads: mtp\..*\. {WAY_OUT}", capsys.readouterr().err)
+    assert main(["convert", str(directory), str(tmp_path / "out"), "--no-prediction-layers"]) == 0
 
 
 def test_heads_and_tables_of_their_own_are_refused_by_name(predicting, refused):
     directory, _ = predicting("qwen3_5_text", mtp_use_dedicated_embeddings=True)
-    refused(directory, "mtp_use_dedicated_embeddings=true gives them their own.*prediction_layers=False")
+    refused(directory, "mtp_use_dedicated_embeddings=true gives them their own.*" + WAY_OUT)
     assert load_pretrained(directory, prediction_layers=False).module.prediction is None
 
 

@@ -16,6 +16,10 @@ from dew.pretrained.recipe import Weight
 _BLOCK, _STORED = "params/layers_{i}/", "model.layers.{i}."
 _PATH = "params/prediction_{i}"
 _PROJ = "O (S D) -> S D O"
+LOAD_WITHOUT = (
+    "Load without the layers that predict further tokens: prediction_layers=False, or --no-prediction-layers of a "
+    "dew command."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from dew.pretrained.families.gated_delta import (
     norm_of,
     with_delta_nets,
 )
-from dew.pretrained.families.prediction import prediction_of, qwen_prediction
+from dew.pretrained.families.prediction import LOAD_WITHOUT, prediction_of, qwen_prediction
 from dew.pretrained.families.scanning import perceptron_config, uniform_over
 from dew.pretrained.recipe import Weight, fused_weights
 from dew.pretrained.source import CheckpointError
@@ -70,7 +70,7 @@ def hybrid_arguments(
     if fields.flag(DEDICATED, False) and arguments["prediction"] is not None:
         raise CheckpointError(
             f"{fields.where}: layers that predict further tokens share the token table and the head here, and "
-            f"{DEDICATED}=true gives them their own. Load without them: prediction_layers=False."
+            f"{DEDICATED}=true gives them their own. {LOAD_WITHOUT}"
         )
     fields.finish(PUBLISHED)
     return arguments
