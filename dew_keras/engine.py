@@ -233,7 +233,7 @@ class Engine(RestoresRuns, PlacedModel):
 
         def score(variables: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
             nonlocal metrics
-            placed = trainer.place_batch(batch)
+            placed = trainer.place_batch(batch, train=False)
             with trainer.context():
                 logs, metrics = steps.test(variables, metrics, placed)
             return logs

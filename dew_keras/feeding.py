@@ -7,6 +7,7 @@ of these; everything else is x, y and weights.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -80,8 +81,8 @@ class Feeder:
         if self._takes_language(x, y):
             if sample_weight is not None or class_weight is not None:
                 raise ValueError("Token rows are weighed by their loss_mask; leave sample_weight and class_weight out.")
-            rows = self._rows(x, None)
-            arrays, cut = self._arrays(rows.arrays), None
+            rows = self._rows(x, None, train=True)
+            arrays, cut = self._arrays(rows.arrays, train=True), None
             if split:
                 arrays, cut = split_rows(arrays, split)
             return (
@@ -92,7 +93,8 @@ class Feeder:
         if self._streams_language(x, y):
             if split:
                 raise ValueError(f"validation_split goes with rows, not with a {type(x).__name__}.")
-            return language_stream(x, self._stream_batch, sharing=self.engine.sharing, seed=seed), None, []
+            convert = functools.partial(self._stream_batch, train=True)
+            return language_stream(x, convert, sharing=self.engine.sharing, seed=seed), None, []
         cut = None
         self._need_targets(x, y)
         if split:
@@ -165,10 +167,11 @@ class Feeder:
         """
         self._refuse_targets(y)
         if sample_weight is None and self._takes_language(x, y):
-            rows = self._rows(x, _row_length(like))
-            return self._source(self._arrays(rows.arrays), batch_size, None), [self._described(what, rows)]
+            rows = self._rows(x, _row_length(like), train=False)
+            return self._source(self._arrays(rows.arrays, train=False), batch_size, None), [self._described(what, rows)]
         if sample_weight is None and self._streams_language(x, y):
-            return language_stream(x, self._stream_batch, sharing=self.engine.sharing), []
+            convert = functools.partial(self._stream_batch, train=False)
+            return language_stream(x, convert, sharing=self.engine.sharing), []
         self._need_targets(x, y)
         return keras_source(x, y, sample_weight, batch_size=batch_size, sharing=self.engine.sharing), []
 
@@ -223,7 +226,7 @@ class Feeder:
             return bool(x) and not is_language_input(x)
         return hasattr(x, "__iter__") and not is_array_tree(x)
 
-    def _rows(self, inputs: Any, length: int | None) -> LanguageRows:
+    def _rows(self, inputs: Any, length: int | None, *, train: bool) -> LanguageRows:
         compiled = self.compiled
         return make_rows(
             inputs,
@@ -231,7 +234,7 @@ class Feeder:
             length=length if compiled.sequence_length is None else compiled.sequence_length,
             packing=compiled.packing,
             max_length=self.engine.module.max_length,
-            fits=self.engine.takes_row_length,
+            fits=functools.partial(self.engine.takes_row_length, train=train),
         )
 
     def _described(self, what: str, rows: LanguageRows) -> str:
@@ -240,15 +243,15 @@ class Feeder:
         cut = f", rows cut over sequence={slices} into {length // slices} positions each" if slices > 1 else ""
         return f"{what}: {rows.report}{cut}"
 
-    def _arrays(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def _arrays(self, arrays: Mapping[str, Any], *, train: bool) -> dict[str, Any]:
         """Token rows for the token cross entropy; inputs and targets for a Keras loss on logits."""
-        self.engine.check_row_length(arrays["tokens"].shape[1] - 1, packed="segment_ids" in arrays)
+        self.engine.check_row_length(arrays["tokens"].shape[1] - 1, packed="segment_ids" in arrays, train=train)
         if self._has_token_loss:
             return dict(arrays)
         check_token_ids(self.engine.module, arrays["tokens"], positions=arrays["tokens"].shape[1] - 1)
         return as_keras_batch(arrays)
 
-    def _stream_batch(self, item: Any) -> dict[str, Any]:
+    def _stream_batch(self, item: Any, *, train: bool) -> dict[str, Any]:
         item = item[0] if isinstance(item, tuple) and len(item) == 1 else item
         if not is_language_input(item):
             raise TypeError(
@@ -260,7 +263,7 @@ class Feeder:
             raise ValueError(
                 "Batches of texts need one length: give compile(sequence_length=...). Received: sequence_length=None"
             )
-        return self._arrays(self._rows(item, None).arrays)
+        return self._arrays(self._rows(item, None, train=train).arrays, train=train)
 
 
 def _row_length(source: Any) -> int | None:

@@ -130,23 +130,24 @@ class PlacedModel:
         with jax.set_mesh(self.mesh), rules, microbatched_into(self.microbatches):
             yield
 
-    def check_row_length(self, length: int, *, packed: bool) -> None:
+    def check_row_length(self, length: int, *, packed: bool, train: bool) -> None:
         """Refuse rows of a length that some layer could not compute on the mesh, before anything is traced.
 
         Args:
             length: Positions of a row.
             packed: Whether rows hold documents or padding.
+            train: Whether they are trained on.
 
         Raises:
             LayoutRefused: With lengths that every layer takes.
         """
         with nn.logical_axis_rules(self.layout.rules):
-            check_row_length(self.module, self.mesh, length, packed=packed)
+            check_row_length(self.module, self.mesh, length, packed=packed, train=train)
 
-    def takes_row_length(self, length: int) -> bool:
+    def takes_row_length(self, length: int, *, train: bool) -> bool:
         """Say whether every layer computes packed or padded rows of a length on the mesh."""
         with nn.logical_axis_rules(self.layout.rules):
-            return takes_row_length(self.module, self.mesh, length, packed=True)
+            return takes_row_length(self.module, self.mesh, length, packed=True, train=train)
 
     def configure(
         self,
@@ -181,7 +182,7 @@ class PlacedModel:
         new_mesh = as_mesh(mesh)
         if compiled.sequence_length is not None:
             with nn.logical_axis_rules((layout or Layout()).rules):
-                check_row_length(module, new_mesh, compiled.sequence_length)
+                check_row_length(module, new_mesh, compiled.sequence_length, train=False)
         refuse_unstaged(new_mesh.shape[STAGE], module)
         refuse_unscheduled(module, new_mesh.shape[STAGE], scored_by)
         microbatches = microbatches_of(mesh)

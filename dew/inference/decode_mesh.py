@@ -166,14 +166,15 @@ def decode_view(variables: Any, mesh: Mesh) -> Any:
         The tree; each array is a second name for the parts its devices hold.
 
     Raises:
-        LayoutRefused: If an array is split over an axis that was folded, or made larger by that: no view of it exists.
+        LayoutRefused: If an array is split over an axis that was folded, or made larger by that, or is not placed on
+            the mesh: no view of it exists.
     """
 
     def view(path: str, leaf: jax.Array) -> jax.Array:
         spec = getattr(leaf.sharding, "spec", PartitionSpec())
         sharding = NamedSharding(mesh, spec)
         if not holds_the_same(leaf, sharding):
-            raise LayoutRefused(f"{path} {leaf.shape} is split as {spec}, {_unviewed(variables, leaf, mesh)}")
+            raise LayoutRefused(f"{path} {leaf.shape} is {_unviewed(variables, leaf, mesh)}")
         return _as_view(leaf, sharding)
 
     return map_named(view, variables)
@@ -182,19 +183,24 @@ def decode_view(variables: Any, mesh: Mesh) -> Any:
 def _unviewed(variables: Any, leaf: jax.Array, mesh: Mesh) -> str:
     """Say why an array has no view on a folded mesh, and what to do."""
     stored, own = stored_axes(variables), leaf.sharding
+    if not isinstance(own, NamedSharding) or own.device_set != set(mesh.devices.flat):
+        return (
+            f"placed by {type(own).__name__} on {len(own.device_set)} device(s), and not on the mesh of "
+            f"{mesh.size} that decodes. Place it there first: jax.device_put(variables, layout.shardings(mesh, "
+            "variables))."
+        )
     if stored:
         return (
-            "over an axis that decoding folds into data, so it has no view there. Move the weights first, with "
-            f"move_leaf_by_leaf onto decode_mesh(mesh, stored={stored}), as dew_keras' generate does; or load them for "
-            "another mesh."
+            f"split as {own.spec}, over an axis that decoding folds into data, so it has no view there. Move the "
+            f"weights first, with move_leaf_by_leaf onto decode_mesh(mesh, stored={stored}), as dew_keras' generate "
+            "does; or load them for another mesh."
         )
-    assert isinstance(own, NamedSharding), "what decodes on a mesh is placed on one"
     axes = [axis for axis in spec_axes(own.spec) if own.mesh.shape[axis] != mesh.shape[axis]]
     grown = ", ".join(f"{axis}={own.mesh.shape[axis]} into {axis}={mesh.shape[axis]}" for axis in axes)
     return (
-        f"and decoding folds other axes into that: it turns {grown}, whose parts are others. Move the weights first, "
-        "with move_leaf_by_leaf to shardings on decode_mesh(mesh), as dew_keras' generate does for a mesh named: "
-        "generate(..., mesh=...)."
+        f"split as {own.spec}, and decoding folds other axes into that: it turns {grown}, whose parts are others. Move "
+        "the weights first, with move_leaf_by_leaf to shardings on decode_mesh(mesh), as dew_keras' generate does for "
+        "a mesh named: generate(..., mesh=...)."
     )
 
 

@@ -342,18 +342,37 @@ def accelerator(mesh: Any = None) -> Accelerator:
 
     Args:
         mesh: A concrete or planned mesh; None takes the one in context.
+
+    Raises:
+        ValueError: If the mesh is of GPUs that are not here: a description does not say what they can run.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else getattr(mesh, "abstract_mesh", mesh)
     of_mesh = mesh.abstract_device
     if of_mesh is not None and of_mesh.platform != "gpu":
         return Accelerator(platform=of_mesh.platform)
-    device = _default_device() if of_mesh is None else jax.devices("gpu")[0]
+    device = _default_device() if of_mesh is None else _gpu_of_kind(of_mesh.device_kind)
     if device.platform != "gpu":
         return Accelerator(platform=device.platform)
     if "cuda" not in device.client.platform_version.lower():
         return Accelerator(platform="rocm")
     major, _, minor = str(device.compute_capability).partition(".")
     return Accelerator(platform="cuda", capability=(int(major), int(minor or 0)), cudnn=_cudnn_version())
+
+
+def _gpu_of_kind(kind: str) -> Any:
+    """Find a GPU of this machine that is of a kind."""
+    try:
+        here = jax.devices("gpu")
+    except RuntimeError:
+        here = []
+    found = next((device for device in here if device.device_kind == kind), None)
+    if found is None:
+        raise ValueError(
+            f"The mesh is of GPUs that are described as {kind!r}, and no such GPU is here to ask what it can run. Say "
+            "it: device=accelerator_named('cuda:9.0') of a report, --accelerator of dew plan. Trace programs where "
+            "such a GPU is."
+        )
+    return found
 
 
 def _default_device() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from dew.kernels.attention_choice import Accelerator, accelerator
 from dew.nn.attention import AttentionSpec
@@ -34,6 +34,8 @@ def exchange_report(
     device: Accelerator | None = None,
 ) -> list[str]:
     """Say for each kind of layer which exchange its rows take, what it sends, why not another, and the kernel inside.
+
+    Told of training: a kernel that does not drop probabilities may still evaluate.
 
     Args:
         module: A `CausalTransformer`.
@@ -101,7 +103,13 @@ def layer_lines(
 
 
 def check_row_length(
-    module: Any, mesh: Any, num_tokens: int, *, packed: bool | None = None, device: Accelerator | None = None
+    module: Any,
+    mesh: Any,
+    num_tokens: int,
+    *,
+    packed: bool | None = None,
+    train: bool = True,
+    device: Accelerator | None = None,
 ) -> None:
     """Refuse rows that some layer could not compute on a mesh, before anything is made.
 
@@ -110,19 +118,29 @@ def check_row_length(
         mesh: A concrete or planned mesh.
         num_tokens: Positions of a row.
         packed: Whether rows hold several documents or padding; None refuses what can run neither with nor without.
+        train: Whether they are trained on; nothing else drops probabilities, which some kernels do not.
         device: The device; None takes the mesh's, or the default.
 
     Raises:
         LayoutRefused: If a layer cannot be exchanged; the text gives what every layer takes, lengths or a smaller axis.
     """
+    module = _as_called(module, train)
     refusal = _refusal(module, mesh, num_tokens, packed, device)
     if refusal is not None:
         raise LayoutRefused(f"{refusal} {_ways_out(module, mesh, num_tokens, packed, device)}")
 
 
-def takes_row_length(module: Any, mesh: Any, num_tokens: int, *, packed: bool | None = None) -> bool:
+def takes_row_length(
+    module: Any, mesh: Any, num_tokens: int, *, packed: bool | None = None, train: bool = True
+) -> bool:
     """Say whether `check_row_length` accepts a length."""
-    return _refusal(module, mesh, num_tokens, packed, None) is None
+    return _refusal(_as_called(module, train), mesh, num_tokens, packed, None) is None
+
+
+def _as_called(module: Any, train: bool) -> Any:
+    """Give a module with the dropout of probabilities that a call of it has."""
+    drops = getattr(module, "attention_dropout_rate", 0.0) > 0
+    return module.clone(attention_dropout_rate=0.0) if drops and not train else module
 
 
 def _refusal(module: Any, mesh: Any, length: int, packed: bool | None, device: Accelerator | None) -> str | None:
@@ -163,8 +181,8 @@ def _ways_out(module: Any, mesh: Any, length: int, packed: bool | None, device: 
 
 def _with_slices(mesh: Any, slices: int) -> AbstractMesh:
     """Give a mesh with another sequence axis."""
-    sizes = {**mesh.shape, AXIS: slices}
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    abstract = getattr(mesh, "abstract_mesh", mesh)
+    return abstract.update(axis_sizes=tuple({**mesh.shape, AXIS: slices}.values()))
 
 
 def _kinds(module: Any, mesh: Any) -> Iterator[tuple[Any, int]]:

@@ -99,17 +99,19 @@ class LanguageModel:
             prepared |= further_targets(tokens, weights, segments, self.module.prediction.depth)
         return {name: np.ascontiguousarray(value) for name, value in prepared.items()}
 
-    def check_rows(self, mesh: Any, prepared: Mapping[str, Any]) -> None:
+    def check_rows(self, mesh: Any, prepared: Mapping[str, Any], *, train: bool) -> None:
         """Refuse rows that some layer could not compute on a mesh, before anything is traced.
 
         Args:
             mesh: The mesh; the active rules say what it splits.
             prepared: What `prepare` returned.
+            train: Whether they are trained on.
 
         Raises:
             LayoutRefused: With lengths that every layer takes.
         """
-        check_row_length(self.module, mesh, prepared["inputs"].shape[1], packed="segment_ids" in prepared)
+        length, packed = prepared["inputs"].shape[1], "segment_ids" in prepared
+        check_row_length(self.module, mesh, length, packed=packed, train=train)
 
     def loss(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any], *, key: jax.Array, train: bool

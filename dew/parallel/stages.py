@@ -46,7 +46,11 @@ def microbatched_into(count: int) -> Iterator[None]:
 
 
 def current_pipeline() -> "Pipeline | None":
-    """Give the pipeline of the mesh in context (`jax.set_mesh`), or None where it has a single stage."""
+    """Give the pipeline of the mesh in context (`jax.set_mesh`), or None where it has a single stage.
+
+    A mesh does not say into how many microbatches a batch is cut: outside of `microbatched_into`, which the trainer
+    and the facade enter, there are as many as stages.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get(STAGE, 1) == 1 or STAGE in mesh.manual_axes:
         return None

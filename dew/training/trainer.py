@@ -232,29 +232,30 @@ class Trainer:
             ValueError: If the batch cannot be scored.
         """
         check_alive(variables)
-        placed = self.place_batch(batch)
+        placed = self.place_batch(batch, train=False)
         with self.context():
             return self._programs.evaluate(variables, placed, self._evaluation_key)
 
-    def place_batch(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def place_batch(self, batch: Mapping[str, Any], *, train: bool = True) -> dict[str, jax.Array]:
         """Prepare a host batch and split its rows, and positions, over the mesh.
 
         Args:
             batch: A host batch as the objective's `prepare` reads it; a `WholeBatch` is not split.
+            train: Whether it is trained on.
 
         Raises:
             ValueError: If its rows do not divide, or the objective refuses it.
             LayoutRefused: If some layer cannot compute rows of that length on the mesh.
         """
-        return shard_batch(self.mesh, _like(batch, self._prepared(batch)), microbatches=self.microbatches)
+        return shard_batch(self.mesh, _like(batch, self._prepared(batch, train)), microbatches=self.microbatches)
 
-    def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _prepared(self, batch: Mapping[str, Any], train: bool = True) -> dict[str, Any]:
         """Prepare a host batch; rows that the mesh cannot compute are refused here, not while a program is traced."""
         prepared = self.objective.prepare(batch)
         check = getattr(self.objective, "check_rows", None)
         if check is not None:
             with nn.logical_axis_rules(self.layout.rules):
-                check(self.mesh, prepared)
+                check(self.mesh, prepared, train=train)
         return prepared
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:

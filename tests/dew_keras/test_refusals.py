@@ -11,13 +11,17 @@ import pytest
 import dew
 import dew_keras
 from dew.cli.main import main
+from dew.kernels import attention as attention_kernels
+from dew.kernels import attention_choice
+from dew.kernels.attention import attention
+from dew.nn import exchange_report
 from dew.nn.block import LayerSpec
 from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.norm import NormSpec
 from dew.placement import build_mesh
 from dew.training.placing import check_alive
 from dew_keras.arrays import class_weights
-from tests.dew_keras.nets import Linear, rows
+from tests.dew_keras.nets import Linear, refused, rows
 from tests.dew_keras.texts import tiny_language_module, tiny_tokenizer
 from tests.tiny import tiny_decoder, tiny_layer
 
@@ -57,6 +61,31 @@ def test_a_length_that_does_not_divide_over_the_sequence_axis_is_refused_by_comp
         model.fit(rows, batch_size=8, verbose=0)
     assert not model._engine.is_built, "refused before anything was made"
     assert np.isfinite(model.evaluate(np.ones((8, 49), np.int32), batch_size=8, verbose=0, return_dict=True)["loss"])
+
+
+def test_a_kernel_that_cannot_drop_is_refused_by_fit_and_runs_every_other_verb(monkeypatch):
+    hopper = attention_choice.Accelerator(platform="cuda", capability=(9, 0), cudnn=91000)
+    for module in (attention_choice, exchange_report):
+        monkeypatch.setattr(module, "accelerator", lambda mesh=None: hopper)
+    ran = []
+
+    def cudnn(query, key, value, visibility, scale):
+        ran.append(query.shape)
+        return attention(query, key, value, visibility=visibility, scale=scale, implementation="xla")
+
+    monkeypatch.setattr(attention_kernels, "cudnn_attention", cudnn)
+    batch, losses = {"tokens": np.arange(8 * 33, dtype=np.int32).reshape(8, 33) % 64}, []
+    model = dew_keras.Model(tiny_decoder(num_layers=2, attention_dropout_rate=0.5, dtype="bfloat16"))
+    for kernel in ("xla", "cudnn"):
+        model.compile("sgd", mesh={"sequence": 4}, attention_impl=kernel, sequence_length=32)
+        losses.append(model.evaluate(batch, batch_size=8, verbose=0)[0])
+        assert bool(ran) == (kernel == "cudnn")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert model.predict(batch["tokens"][:, :32], verbose=0).shape == (8, 32, 64)
+    assert len(model.generate([[5, 6, 7]], max_new_tokens=2, stop_token_ids=[])[0]) == 5
+    advice = "'cudnn' cannot run: it has no dropout of probabilities.* Use attention_impl='auto'"
+    with refused(model, advice, dew_keras.LayoutRefused):
+        model.fit(batch, batch_size=8, verbose=0)
 
 
 def test_class_weights_round_as_keras_does():

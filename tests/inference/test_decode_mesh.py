@@ -126,6 +126,17 @@ def test_an_array_split_over_data_that_grows_has_no_view_and_moves_where_it_is_s
     assert decode_view(owner.tree, folded)["w0"].sharding == owner.tree["w0"].sharding
 
 
+@pytest.mark.parametrize("device_set", [1, 4])
+def test_an_array_that_is_not_on_the_mesh_is_refused_by_name(device_set):
+    mesh = build_mesh(MeshSpec(fsdp=4, sequence=2))
+    elsewhere = jax.devices()[0]
+    if device_set > 1:
+        elsewhere = NamedSharding(build_mesh(MeshSpec(fsdp=4), jax.devices()[:4]), PartitionSpec("fsdp"))
+    tree = weights(mesh) | {"w1": jax.device_put(jnp.ones((64, 32)), elsewhere)}
+    with pytest.raises(LayoutRefused, match=rf"w1 \(64, 32\) is placed by .* on {device_set} device.* mesh of 8 that"):
+        decode_view(tree, decode_mesh(mesh))
+
+
 def placed_bytes(tree, places):
     """Bytes on all devices of each leaf of a tree, were it placed so."""
     return {name: 8 * shard_bytes(leaf.shape, leaf.dtype, places[name]) for name, leaf in tree.items()}

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 from dew.kernels import attention_choice as choice
 from dew.kernels.attention import attention, consecutive_visibility
 from dew.kernels.attention_choice import KERNELS, Accelerator, AttentionCall, attention_choice, kernel_table
+from dew.nn.exchange_report import exchange_report
 from dew.placement import build_mesh
 from dew.planning import planned_mesh
+from tests.tiny import tiny_decoder
 
 CPU, TPU = Accelerator(platform="cpu"), Accelerator(platform="tpu")
 AMPERE = Accelerator(platform="cuda", capability=(8, 0), cudnn=91000)
@@ -178,6 +180,17 @@ def test_the_kernel_is_that_of_the_mesh_in_context_or_of_the_default_device(monk
     for chosen in (cpu, "cpu"):
         with jax.default_device(chosen):
             assert choice.accelerator() == CPU
+
+
+def test_gpus_that_a_mesh_describes_and_that_are_not_here_have_to_be_named():
+    gpus = jax.sharding.AbstractDevice(device_kind="A GPU of elsewhere", num_cores=None, platform="gpu")
+    mesh = planned_mesh({"sequence": 4}).update(abstract_device=gpus)
+    with pytest.raises(ValueError, match=r"'A GPU of elsewhere', and no such GPU is here.*device=accelerator_named"):
+        choice.accelerator(mesh)
+    module = tiny_decoder()
+    with pytest.raises(ValueError, match="no such GPU is here"):
+        exchange_report(module, mesh=mesh)
+    assert "all_to_all" in exchange_report(module, mesh=mesh, device=HOPPER)[0]
 
 
 def test_the_page_on_kernels_shows_the_table():

@@ -4,7 +4,9 @@ import re
 import types
 
 import pytest
+from jax.sharding import AbstractDevice
 
+from dew.kernels.attention_choice import Accelerator
 from dew.nn.block import LayerSpec
 from dew.nn.exchange_report import check_row_length, exchange_report
 from dew.nn.gated_delta_net import GatedDeltaNetSpec
@@ -89,6 +91,26 @@ def test_an_exchange_named_that_a_layer_cannot_take_is_refused_with_the_choice()
     module = tiny_decoder(layers=(tiny_layer(), tiny_layer(window=8)), sequence_impl="banded")
     with pytest.raises(LayoutRefused, match=r"it needs a window or chunks\. Use sequence_impl='auto'\.$"):
         check_row_length(module, planned_mesh({"sequence": 4}), 32)
+
+
+def test_a_kernel_that_cannot_drop_is_refused_to_those_who_train_alone():
+    module = tiny_decoder(attention_dropout_rate=0.5, attention_impl="cudnn", dtype="bfloat16")
+    mesh, hopper = planned_mesh({"sequence": 4}), Accelerator(platform="cuda", capability=(9, 0), cudnn=91000)
+    check_row_length(module, mesh, 32, train=False, device=hopper)
+    with pytest.raises(LayoutRefused, match=r"it has no dropout of probabilities.* Use attention_impl='auto'\.$"):
+        check_row_length(module, mesh, 32, device=hopper)
+    # What is refused for another reason still is.
+    with pytest.raises(LayoutRefused, match="33 positions do not divide into 4"):
+        check_row_length(module, mesh, 33, train=False, device=hopper)
+
+
+def test_a_smaller_axis_is_advised_for_the_devices_that_the_mesh_is_described_by():
+    tpus = AbstractDevice(device_kind="TPU v5", num_cores=1, platform="tpu")
+    mesh = planned_mesh({"sequence": 256}).update(abstract_device=tpus)
+    module = tiny_decoder(layers=(tiny_layer(head_dim=64),), attention_impl="tpu", max_length=128)
+    # Four heads, which the kernel gets whole: on another device it would run on none.
+    with pytest.raises(LayoutRefused, match=r"fits sequence=256\. Use sequence=4\."):
+        check_row_length(module, mesh, 128)
 
 
 def test_layers_of_a_module_of_another_kind_are_not_read():

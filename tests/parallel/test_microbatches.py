@@ -100,6 +100,13 @@ def test_gradients_of_1f1b_are_those_of_the_formula_whatever_is_made_of_the_tota
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
+def test_a_mesh_alone_cuts_rows_into_as_many_microbatches_as_it_has_stages():
+    with jax.set_mesh(build_mesh(MESH)):
+        assert current_pipeline().microbatches == 2
+        with microbatched_into(3):
+            assert current_pipeline().microbatches == 3
+
+
 def test_no_row_changes_its_device():
     mesh, microbatches = build_mesh(MESH), 3
     whole, parts = (NamedSharding(mesh, PartitionSpec(*lead, ("data", "fsdp"))) for lead in ((), (None,)))

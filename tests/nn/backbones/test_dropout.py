@@ -16,6 +16,7 @@ from dew.nn.mamba2 import Mamba2Spec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.router import RouterSpec
 from dew.objectives.language import LanguageModel
+from dew.placement import MeshSpec, build_mesh
 from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
 
 TOKENS = jnp.asarray(tiny_batch(rows=4)["tokens"])
@@ -150,6 +151,22 @@ def test_probabilities_are_dropped_where_there_are_some():
     with pytest.raises(ValueError, match=r"no layer has attention probabilities .* attention_dropout_rate=0.1"):
         tiny_decoder(layers=(scanning,) * 2, attention_dropout_rate=0.1)
     assert tiny_decoder(layers=(scanning, tiny_layer()), attention_dropout_rate=0.1, dropout_rate=0.1)
+
+
+def test_evaluation_drops_nothing_where_training_scores_inside_the_schedule():
+    module = decoder(num_layers=2, schedule="1f1b")
+    values = variables(num_layers=2)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def total(module, train):
+        objective = LanguageModel(module)
+        return objective.loss(values, objective.prepare(tiny_batch(rows=8)), key=KEY, train=train).loss.total
+
+    with jax.set_mesh(build_mesh(MeshSpec(stage=2))):
+        assert module.scores_in_schedule
+        still = total(module.clone(**dict.fromkeys(RATES, 0.0)), train=False)
+        np.testing.assert_allclose(total(module, train=False), still, rtol=1e-6)
+        assert abs(total(module, train=True) - still) > 0.01
 
 
 def test_a_kernel_that_drops_no_probabilities_is_refused_in_training(monkeypatch):
