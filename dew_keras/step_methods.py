@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import keras
+from flax.errors import InvalidRngError
 
+from dew.kernels.dropout import MissingKeyError
 from dew_keras.outputs import align_targets, flatten_outputs
 
 
@@ -53,6 +55,8 @@ class StepMethods:
         x: Any,
         training: bool = False,
         return_losses: bool = False,
+        *,
+        key: Any = None,
     ) -> Any:
         """Call the module without changing the model.
 
@@ -62,13 +66,20 @@ class StepMethods:
             x: Inputs, rows first.
             training: Whether this is a training step; further such calls in a step draw other random numbers.
             return_losses: Whether to return what the module sowed into "losses" too.
+            key: Random key of the call. None takes the next one of the step; outside of a `train_step` there is
+                none, and a module that draws needs one here: the collections hold no seeds that would go on.
 
         Returns:
             The outputs and the new other collections; with `return_losses` also a list of loss terms.
+
+        Raises:
+            ValueError: If the module draws random numbers and there is no key.
         """
         variables = {**non_trainable_variables, "params": trainable_variables}
-        key = next(self._step_keys) if training and self._step_keys is not None else None
-        y_pred, changed, added = self._engine.training_call.apply(variables, x, key=key, train=training)
+        if key is None and training and self._step_keys is not None:
+            key = next(self._step_keys)
+        with _naming_key(self._engine.module):
+            y_pred, changed, added = self._engine.training_call.apply(variables, x, key=key, train=training)
         non_trainable = {**non_trainable_variables, **changed}
         return (y_pred, non_trainable, [added]) if return_losses else (y_pred, non_trainable)
 
@@ -181,6 +192,19 @@ class StepMethods:
             logs = self.compute_metrics(x, y, y_pred, sample_weight)
             # A compute_metrics that returns its own numbers alone still reports the loss.
             return {"loss": self._loss_tracker.result(), **logs}, read()
+
+
+@contextlib.contextmanager
+def _naming_key(module: Any) -> Iterator[None]:
+    """Say how a module that draws random numbers gets the key that it lacks."""
+    try:
+        yield
+    except (MissingKeyError, InvalidRngError) as error:
+        raise ValueError(
+            f"{type(module).__name__} draws random numbers in this call, and only a train_step that fit() runs has a "
+            "key for them. Give one, another for each call: stateless_call(..., key=jax.random.key(0)). Received: "
+            "key=None"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -24,6 +24,10 @@ EMBEDDING, MIXER, MLP, PROBABILITIES = range(4)
 """What has masks of its own, in a layer or before all of them."""
 
 
+class MissingKeyError(ValueError):
+    """A training step drops, and was given no random key."""
+
+
 class Dropout(struct.PyTreeNode):
     """The dropout of a training step, or of one of its layers.
 

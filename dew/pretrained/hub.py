@@ -1,13 +1,14 @@
 """Where a checkpoint comes from: a directory, a GGUF file, or a repository of the Hugging Face Hub.
 
-Entry point: `locate`. From the Hub only the files that are needed are fetched, through `huggingface_hub` with its
-cache, tokens and offline mode; it resumes a file within a process, whole files across processes.
+Entry points: `locate`; `header_names` for the names of tensors alone. From the Hub only what is needed is fetched,
+through `huggingface_hub` with its cache, tokens and offline mode; it resumes a file within a process, whole files
+across processes.
 """
 
 import errno
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dew.data.tokenizers.directory import SLOW_TOKENIZER_FILES
@@ -91,6 +92,35 @@ def locate(
     if weights:
         _fetch_weights(repository, directory, allow_pickle=allow_pickle)
     return directory
+
+
+def repository_of(source: str | Path) -> str | None:
+    """Name the repository that `locate` fetches a directory from; None where it is on this machine.
+
+    Args:
+        source: As `locate`.
+    """
+    text = str(source)
+    is_local = not text.startswith("hf://") and Path(text).expanduser().exists()
+    return None if is_local else text.removeprefix("hf://").split("@")[0]
+
+
+def header_names(repository: str, commit: str) -> Collection[str] | None:
+    """List the tensors in the one weight file of a repository, fetching its header alone.
+
+    Args:
+        repository: The repository.
+        commit: Its commit.
+
+    Returns:
+        The names; None where there is no such file, it is damaged, or the Hub gives no answer.
+    """
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return HfApi().parse_safetensors_file_metadata(repository, SINGLE_NAME, revision=commit).tensors.keys()
+    except (OSError, errors.HTTPError, errors.EntryNotFoundError, errors.SafetensorsParsingError):
+        return None
 
 
 def _fetch_weights(repository: str, directory: Path, *, allow_pickle: bool) -> None:

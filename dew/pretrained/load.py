@@ -29,7 +29,7 @@ from dew.pretrained.families.prediction import LOAD_WITHOUT
 from dew.pretrained.families.wrapped import language_config
 from dew.pretrained.formats import GGUF_ARCHITECTURES
 from dew.pretrained.gguf import GgufFile, GgufSource
-from dew.pretrained.hub import CONFIG_FILES, locate
+from dew.pretrained.hub import CONFIG_FILES, locate, repository_of
 from dew.pretrained.mxfp4 import is_mxfp4
 from dew.pretrained.place import ProgressCallback, place
 from dew.pretrained.prediction import counted_layers, further_tensors, tensor_names
@@ -182,7 +182,7 @@ def describe(
     """Read the config and the tokenizer of a checkpoint, and no weight.
 
     Whether a family's layers that predict further tokens are there is read off the names of the tensors: from a
-    repository without an index its one file is fetched for that.
+    repository without an index the header of its one file is fetched for that.
 
     Args:
         source: As `load_pretrained`.
@@ -213,7 +213,7 @@ def describe(
     if family.unpacked is not None:
         open_source = functools.partial(_open_unpacked, open_source, family.unpacked, source)
     _check_depth(config, source)
-    names = functools.partial(tensor_names, path, open_source)
+    names = functools.partial(tensor_names, source, path, open_source)
     counted, omitted = counted_layers(family, config, names, source, wanted=prediction_layers)
     arguments = family.translate(Fields(counted, source))
     if tokenizer is not None and tokenizer.vocab_size > arguments["vocab_size"]:
@@ -402,8 +402,8 @@ def _describe_gguf(
 
 def _open_directory(source: str | Path, path: Path, *, allow_pickle: bool) -> TensorSource:
     """Open the weights beside a described config, from the same commit when they come from the Hub."""
-    if str(source).startswith("hf://") or not Path(str(source)).expanduser().exists():
-        repository = str(source).removeprefix("hf://").split("@")[0]
+    repository = repository_of(source)
+    if repository is not None:
         path = locate(f"hf://{repository}", path.name, allow_pickle=allow_pickle)
     return open_pickled(path) if allow_pickle and not has_safetensors(path) else open_safetensors(path)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dew.pretrained.families import Family
-from dew.pretrained.safetensors import INDEX_NAME
+from dew.pretrained.hub import header_names, repository_of
+from dew.pretrained.safetensors import INDEX_NAME, SINGLE_NAME
 from dew.pretrained.shards import shard_names
 from dew.pretrained.source import CheckpointError, TensorSource, contained
 from dew.tree import matches
@@ -73,12 +74,13 @@ def _nothing_to_leave_out(where: object) -> CheckpointError:
     )
 
 
-def tensor_names(path: Path, open_source: Callable[[], TensorSource]) -> Collection[str] | None:
-    """List the tensors of a directory: from its index, without one from its files, which may have to be fetched.
+def tensor_names(source: str | Path, path: Path, open_source: Callable[[], TensorSource]) -> Collection[str] | None:
+    """List the tensors of a checkpoint: from its index, without one from the header of its one file.
 
     Args:
-        path: The directory.
-        open_source: Opens its weights.
+        source: The checkpoint.
+        path: Its directory, which may lack the weights where they are on the Hub.
+        open_source: Opens them, which fetches them.
 
     Returns:
         The names; None where there are no weights that can be read.
@@ -87,10 +89,15 @@ def tensor_names(path: Path, open_source: Callable[[], TensorSource]) -> Collect
         index = contained(path, INDEX_NAME)
         if index.exists():
             return shard_names(index, ".safetensors").keys()
-        source = open_source()
+        repository = repository_of(source)
+        if repository is not None and path.is_dir() and not contained(path, SINGLE_NAME).exists():
+            names = header_names(repository, path.name)
+            if names is not None:
+                return names
+        weights = open_source()
     except (OSError, CheckpointError):
         return None
     try:
-        return list(source.names())
+        return list(weights.names())
     finally:
-        source.close()
+        weights.close()

@@ -1,5 +1,7 @@
 """Steps in other forms: several in one program, operation by operation, and a subclass's own."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -246,6 +248,24 @@ class Twice(dew_keras.Model):
 def test_two_calls_in_a_step_drop_other_numbers():
     _, history = fitted(count=8, batch=8, module=Regularised(), epochs=1, cls=Twice)
     assert history["difference"][0] > 0
+
+
+@pytest.mark.parametrize("module", [Regularised(), tiny_decoder(num_layers=1, dropout_rate=0.5)])
+def test_a_training_call_outside_of_a_step_takes_a_key_and_is_refused_without_one(module):
+    is_decoder = not isinstance(module, Regularised)
+    x = np.ones((8, 16), np.int32) if is_decoder else rows(8)[0]
+    model = dew_keras.Model(module)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True) if is_decoder else "mse")
+    model.predict(x, verbose=0)
+    params = model.variables["params"]
+    rest = {name: tree for name, tree in model.variables.items() if name != "params"}
+    call = functools.partial(model.stateless_call, params, rest, x)
+    with pytest.raises(ValueError, match=r"draws random numbers .* stateless_call\(\.\.\., key=jax\.random\.key"):
+        call(training=True)
+    one, again, other = (call(training=True, key=jax.random.key(seed))[0] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(np.asarray(one) - np.asarray(other)).max() > 0
+    assert call()[0].shape == one.shape
 
 
 def test_metrics_show_the_last_pass_and_reset():

@@ -120,10 +120,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if path in files and _etag(files[path]) == etag
         ]
         content, status, headers = contents[0], 200, {"ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
-        if part := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(part[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            content, status = content[start:], 206
+        if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(part[1]), min(int(part[2]) + 1 if part[2] else len(content), len(content))
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            content, status = content[start:stop], 206
         self._head(status, {**headers, "Content-Length": str(len(content))})
         if self.command == "GET":
             cut = self.hub.drop_after.pop(path, None)

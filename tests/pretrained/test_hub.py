@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
@@ -48,6 +49,23 @@ def test_only_the_needed_files_are_fetched_and_each_once(hub):
     load_pretrained("hf://org/name")
     load_pretrained("org/name")
     assert sorted(hub.fetched()) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_names_of_tensors_are_read_from_the_header_of_the_one_file_alone(hub, has_layers):
+    values = load_file(FIXTURES / "qwen3_next" / "model.safetensors")
+    values |= {"mtp.fc.weight": np.ones((32, 64), np.float32)} if has_layers else {}
+    config = (FIXTURES / "qwen3_next" / "config.json").read_bytes()
+    hub.publish("org/further", {"config.json": config, "model.safetensors": save(values)})
+    described = describe("org/further")
+    assert (described.module.prediction is not None) == has_layers
+    asked = [headers.get("range") for verb, path, headers in hub.requests if verb == "GET" and "/files/" in path]
+    assert [part for part in asked if part] == ["bytes=0-100000"]
+    assert hub.fetched().count("model.safetensors") == 1, "a part of it, and no other time whole"
+    described.open_source().close()
+    before = len(hub.fetched())
+    assert (describe("org/further").module.prediction is not None) == has_layers
+    assert hub.fetched()[before:] == [], "what is in the cache is read there"
 
 
 def test_only_the_shards_of_the_index_are_fetched(hub):

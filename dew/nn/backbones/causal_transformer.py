@@ -17,7 +17,7 @@ from flax.core import unfreeze
 from dew.arrays import Array, Float, Int
 from dew.kernels.attention import Implementation
 from dew.kernels.attention_choice import check_implementation
-from dew.kernels.dropout import Dropout, checked_rate
+from dew.kernels.dropout import Dropout, MissingKeyError, checked_rate
 from dew.kernels.quantized_product import Quantization, checked_quantization, quantized
 from dew.nn.backbones.banks import Segment, bank_name, initial_weights, logical_names, segments
 from dew.nn.backbones.loops import (
@@ -285,7 +285,7 @@ class CausalTransformer(nn.Module):
         if not any(rates.values()):
             return None
         if not self.has_rng("dropout"):
-            raise ValueError(
+            raise MissingKeyError(
                 "a training step with dropout needs a random key: pass rngs={'dropout': key} to apply, or set the "
                 f"rates to 0. Received: {rates}"
             )
@@ -508,6 +508,8 @@ class CausalTransformer(nn.Module):
         router_loss: Callable[[tuple[Routing, ...]], Array] | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], tuple[Routing, ...]]:
         """Sum the weighted cross entropies of a batch, with gradients computed in the order of the pipeline's schedule.
+
+        That is a training step's: it drops at the model's rates. To evaluate, score what `hidden_states` gives.
 
         Args:
             tokens: Token ids.
