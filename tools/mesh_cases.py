@@ -38,6 +38,7 @@ class Features:
             shared one with a gate, and a capacity that drops tokens.
         accumulated: Two batches make an update.
         sparse: Experts in place of perceptrons, with losses of their routers.
+        predicting: Two layers predict the tokens after the next one; dressed ones share their norms and projection.
     """
 
     packed: bool
@@ -49,6 +50,7 @@ class Features:
     dressed: bool
     accumulated: bool
     sparse: bool
+    predicting: bool
 
     def __str__(self) -> str:
         return " ".join(name for name, has in dataclasses.asdict(self).items() if has) or "plain"
@@ -115,7 +117,7 @@ class Case(NamedTuple):
     @property
     def price(self) -> float:
         """What it counts for in the cover: between the one case that it is and the time that it takes to compile."""
-        dearer = {"sparse": 1.7, "accumulated": 1.4, "remat": 1.1}
+        dearer = {"sparse": 1.7, "accumulated": 1.4, "remat": 1.1, "predicting": 2.0}
         by_schedule = {None: 1.0, "gpipe": 1.4, "1f1b": 1.7}[self.way.schedule]
         by_exchange = 1.3 if self.way.exchange == "ring" else 1.0
         return by_schedule * by_exchange * math.prod(dearer[name] for name in dearer if getattr(self.features, name))
@@ -134,15 +136,16 @@ def is_uniform(factors: Factors) -> bool:
 
 @functools.cache
 def feature_words() -> tuple[Features, ...]:
-    """List 16 sets of features in which any two of the nine, and any three of the first eight, occur in every way.
+    """List 16 sets of features in which any two of the ten, and any three of the first eight, occur in every way.
 
     The first eight are the words of the Reed-Muller code RM(1, 3), the affine functions of three bits at all points;
-    the ninth is no affine function. The opposite of each set is another one. A set and its opposite follow each other.
+    the last two are no affine functions, and their sum is none. The opposite of each set is another one. A set and its
+    opposite follow each other.
     """
     names = [field.name for field in dataclasses.fields(Features)]
     words = []
     for a, b, c in itertools.product((False, True), repeat=3):
-        word = (False, a, b, c, a ^ b, a ^ c, b ^ c, a ^ b ^ c, a + b + c < 2)
+        word = (False, a, b, c, a ^ b, a ^ c, b ^ c, a ^ b ^ c, a + b + c < 2, a & b)
         words += [Features(**{n: bit ^ flip for n, bit in zip(names, word, strict=True)}) for flip in (False, True)]
     return tuple(words)
 
@@ -167,8 +170,9 @@ def refused(case: Case) -> str | None:
 def kept_whole(case: Case) -> str | None:
     """Say why a case that runs cannot split all its matrices, as the layout says it; None when it can."""
     factors, features = case.factors, case.features
-    # Of a layer, an axis of experts splits the experts alone; the projection of a gate has one column.
-    leaves_rest = factors.expert > 1 and factors.tensor == 1
+    # Of a layer, an axis of experts splits the experts alone, and stages split no layer behind the last norm; the
+    # projection of a gate has one column.
+    leaves_rest = factors.tensor == 1 and (factors.expert > 1 or (features.predicting and factors.stage > 1))
     leaves_gate = features.sparse and features.dressed and factors.expert * factors.tensor > 1
     if factors.fsdp == 1 and (leaves_rest or leaves_gate):
         return "no rule puts 'embed' on an axis larger than 1"
@@ -177,9 +181,14 @@ def kept_whole(case: Case) -> str | None:
     return None
 
 
+def used(factors: Factors, way: Way, features: Features) -> Case:
+    """Build a case; layers that predict further tokens are left out where a schedule scores before they could."""
+    return Case(factors, way, dataclasses.replace(features, predicting=features.predicting and way.schedule != "1f1b"))
+
+
 def every_case(meshes: Iterable[Factors], words: Iterable[Features]) -> list[Case]:
     """List meshes with every way to use them and sets of features, refused ones included."""
-    return [Case(mesh, way, word) for mesh, word in itertools.product(meshes, words) for way in ways(mesh)]
+    return [used(mesh, way, word) for mesh, word in itertools.product(meshes, words) for way in ways(mesh)]
 
 
 def whole_table() -> list[Case]:
@@ -192,8 +201,8 @@ def whole_table() -> list[Case]:
     cases = every_case(filter(is_uniform, meshes), feature_words())
     others = [factors for factors in meshes if not is_uniform(factors)]
     for (place, word), (number, factors) in itertools.product(enumerate(feature_words()), enumerate(others)):
-        open_ways = [way for way in ways(factors) if refused(Case(factors, way, word)) is None] or ways(factors)
-        cases.append(Case(factors, open_ways[(place // 2 + number) % len(open_ways)], word))
+        open_ways = [way for way in ways(factors) if refused(used(factors, way, word)) is None] or ways(factors)
+        cases.append(used(factors, open_ways[(place // 2 + number) % len(open_ways)], word))
     return sorted(cases, key=_with_like)
 
 
@@ -237,10 +246,11 @@ def cover() -> tuple[Case, ...]:
     open, the case that adds most first. Cases of like features stand together.
     """
     words, meshes = feature_words(), factorisations()
-    # Experts, windows of two batches and recomputation are most of what compiles: a mesh has them here where they are
-    # what is to meet, and in the whole table.
+    # Experts, windows of two batches, recomputation and layers that predict are most of what compiles: a mesh has them
+    # here where they are what is to meet, and in the whole table.
     once = [dataclasses.replace(word, accumulated=False) for word in words]
     light = dict.fromkeys(dataclasses.replace(word, sparse=False) for word in once)
+    light |= dict.fromkeys(dataclasses.replace(word, predicting=False) for word in light)
     either = dict.fromkeys([*words, *once, *(dataclasses.replace(word, remat=False) for word in once)])
     either |= dict.fromkeys(dataclasses.replace(word, sparse=False) for word in either)
     chosen = _Chosen()
@@ -277,11 +287,11 @@ class _Chosen:
         return {case: sum(1 << self._bits.setdefault(pair, len(self._bits)) for pair in pairs(case)) for case in runs}
 
     def take(self, masks: Mapping[Case, int]) -> None:
-        """Add the case in which most new pairs meet for its price; among equals one whose reference is there."""
+        """Add the case in which most new pairs meet for its price, which a new reference adds to."""
 
-        def gain(case: Case) -> tuple[float, bool, int]:
+        def gain(case: Case) -> tuple[float, int]:
             uses = self._uses[case.features, case.layers]
-            return (masks[case] & ~self.met).bit_count() / case.price, uses > 0, -uses
+            return (masks[case] & ~self.met).bit_count() / (case.price + (0.0 if uses else 0.6)), -uses
 
         best = max(masks, key=gain)
         self.cases.append(best)

@@ -7,13 +7,10 @@ gradients and weights of three updates on rows with odd documents, padding, uneq
 
 from __future__ import annotations
 
-import argparse
-import collections
 import dataclasses
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,18 +26,18 @@ from dew.nn.embed import HeadSpec
 from dew.nn.mlp import MlpSpec
 from dew.nn.moe import ExpertsSpec
 from dew.nn.norm import NormSpec
+from dew.nn.prediction import PredictionSpec
 from dew.nn.rope import RotarySpec
 from dew.nn.router import BALANCE_BIAS, RouterSpec, RouterTraining
 from dew.objectives.language import LanguageModel
 from dew.objectives.routing import EXPERT_LOAD
-from dew.placement import AXES, DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, build_mesh
+from dew.placement import DEFAULT_RULES, Layout, LayoutRefused, MeshSpec, build_mesh
 from dew.placement.rules import spec_axes
-from dew.simulated_devices import give_threads
 from dew.training.placing import plain
 from dew.training.trainer import Trainer
 from dew.tree import map_named, named_leaves
-from tools.compilation import bound_programs, simulation_flags
-from tools.mesh_cases import DEVICES, Case, Features, Way, cover, kept_whole, parse_factors, refused, whole_table
+from tools.law_table import chosen, judged, table_parser, tally
+from tools.mesh_cases import Case, Features, Way, cover, kept_whole, refused, whole_table
 
 ROWS, LENGTH, VOCAB, EXPERTS = 16, 32, 64, 8
 UPDATES = 3
@@ -89,6 +86,7 @@ def decoder(features: Features, layers: int, way: Way) -> CausalTransformer:
         sequence_impl=way.exchange or "auto",
         schedule=way.schedule or "gpipe",
         router_training=router_training(features),
+        prediction=PredictionSpec(layer=layer, depth=2, is_shared=features.dressed) if features.predicting else None,
         dropout_rate=DROPPED if features.dressed else 0.0,
         # Dropped, the dimensions in which a token names its experts would leave the choice to rounding.
         embedding_dropout_rate=DROPPED if features.dressed and not features.sparse else 0.0,
@@ -165,12 +163,16 @@ def trainer_of(case: Case, tolerance: float = 0.0) -> Trainer:
 def _trainer(module: CausalTransformer, features: Features, mesh: Any, tolerance: float) -> Trainer:
     # A large eps: Adam divides by the gradient's own size, which would magnify rounding where that is near 0.
     optimizer = optax.chain(record_gradient(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-2))
+    objective = LanguageModel(module, mtp_weight=0.5 if features.predicting else None)
+    batches = 2 if features.accumulated else 1
+    return Trainer(objective, optimizer, mesh=mesh, layout=layout(features, tolerance), accumulation=batches)
+
+
+def layout(features: Features, tolerance: float) -> Layout:
+    """Give the layout of a set of features, under which every matrix is split that can be."""
     # No default rule splits what a router scores with over tensor: it is small.
     rules = (*DEFAULT_RULES, ("router", "tensor")) if features.sparse else DEFAULT_RULES
-    layout = Layout(rules=rules, min_shard=1, tolerance=tolerance)
-    return Trainer(
-        LanguageModel(module), optimizer, mesh=mesh, layout=layout, accumulation=2 if features.accumulated else 1
-    )
+    return Layout(rules=rules, min_shard=1, tolerance=tolerance)
 
 
 def initial_values(shapes: Any, features: Features) -> Any:
@@ -178,7 +180,8 @@ def initial_values(shapes: Any, features: Features) -> Any:
 
     A choice of experts is a step: two scores that rounding could swap would make any comparison a matter of luck. So
     each token names its experts in the first dimensions of its row of the table, the router reads these, and the blocks
-    (`residual_scale`) change them little. Some experts are named far more often than others.
+    (`residual_scale`) change them little; so do projections of further tokens, which hand these dimensions on. Some
+    experts are named far more often than others.
     """
     generator = np.random.default_rng(0)
     tokens, dims = np.arange(VOCAB), np.arange(EXPERTS)
@@ -193,6 +196,9 @@ def initial_values(shapes: Any, features: Features) -> Any:
             values *= 0.1
         if path.endswith("router/kernel"):
             values[..., dims, dims] += 0.5
+        if features.sparse and path.endswith("/proj/kernel"):
+            values *= 0.1
+            values[0, dims, dims] += 0.5
         if features.sparse and path.endswith("embed_tokens/embedding"):
             values[tokens, first] += 2
             values[tokens, second] += 2
@@ -270,6 +276,16 @@ class Verdict:
         """Whether the law holds."""
         return self.worst[1] <= RTOL and not self.unsplit
 
+    @property
+    def words(self) -> str:
+        """The worst error and where it is."""
+        return f"{self.worst[1]:.1e} {self.worst[0]}"
+
+    @property
+    def defects(self) -> list[str]:
+        """What is whole, a line each."""
+        return [f"whole: {path}" for path in self.unsplit]
+
 
 def judge(case: Case) -> Verdict:
     """Train a case and compare it with one device.
@@ -342,65 +358,19 @@ def report(case: Case) -> tuple[str, float]:
         state = "refused" if reason in given else "FAILS"
         print(f"{state:7} {case}: {given or 'it runs'}", flush=True)
         return state, 0.0
-    try:
-        verdict = judge(case)
-    except Exception as error:  # whatever a legal case raises is a defect, and the others are still to be seen
-        print(f"FAILS   {case}: {type(error).__name__}: {error}", flush=True)
-        return "FAILS", math.inf
-    name, error = verdict.worst
-    state = "holds" if verdict.holds else "FAILS"
-    print(f"{state:7} {case!s:100} {error:.1e} {name} ({verdict.seconds:.1f} s)", flush=True)
-    for path in verdict.unsplit:
-        print(f"        whole: {path}", flush=True)
-    bound_programs()
-    return state, error
-
-
-def selected(options: argparse.Namespace) -> list[Case]:
-    """Choose the cases that the options ask for.
-
-    Raises:
-        ValueError: If an option cannot be read, or no case is left.
-    """
-    cases = list(cover() if options.cover else whole_table())
-    if options.axis:
-        cases = [case for case in cases if any(getattr(case.factors, axis) > 1 for axis in options.axis)]
-    cases = [case for case in cases if all(getattr(case.factors, axis) == 1 for axis in options.without)]
-    if options.mesh:
-        factors = parse_factors(options.mesh)
-        cases = [case for case in cases if case.factors == factors]
-    part, slash, parts = options.part.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ValueError(f"a part is written as in 2/4, from 1 on. Received: {options.part!r}")
-    first, last = (len(cases) * number // int(parts) for number in (int(part) - 1, int(part)))
-    if first == last:
-        raise ValueError("no case is left of what was asked for")
-    return cases[first:last]
-
-
-_WORDS = {"holds": "hold", "refused": "are refused as listed", "FAILS": "fail"}
+    verdict = judged(case, judge)
+    return ("FAILS", math.inf) if verdict is None else ("holds" if verdict.holds else "FAILS", verdict.worst[1])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per case and what fails; the exit status is 1 if anything does, 2 if nothing is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = table_parser(__doc__)
     parser.add_argument("--cover", action="store_true", help="what the tests run instead of the whole table")
-    parser.add_argument("--part", default="1/1", help="which part of how many, as in 2/4")
-    parser.add_argument("--mesh", help="one factorisation only, as in fsdp=4,sequence=2")
-    parser.add_argument("--axis", action="append", choices=AXES, help="meshes that split this axis, or this one, ...")
-    parser.add_argument("--without", action="append", default=[], choices=AXES, help="none that splits this axis")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("XLA_FLAGS", " ".join(simulation_flags(DEVICES)))
-    give_threads()
-    try:
-        cases = selected(options)
-    except ValueError as error:
-        parser.error(str(error))  # exits with status 2
+    cases = chosen(parser, arguments, lambda options: cover() if options.cover else whole_table())
     found = [report(case) for case in cases]
-    counts = collections.Counter(state for state, _ in found)
-    said = ", ".join(f"{counts[state]} {words}" for state, words in _WORDS.items())
-    print(f"{len(cases)} cases: {said}; the worst error is {max(error for _, error in found):.1e}")
-    return int(counts["FAILS"] > 0)
+    states = [state for state, _ in found]
+    print(f"{tally(states)}; the worst error is {max(error for _, error in found):.1e}")
+    return int("FAILS" in states)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 from dew.objectives.language import LanguageModel
 from dew.objectives.routing import EXPERT_LOAD
 from dew.placement.layout import Layout
-from dew.placement.mesh import MeshSpec, build_mesh
+from dew.placement.mesh import AXES, MeshSpec, build_mesh
 from dew.training.optimizer import make_optimizer
 from dew.training.placing import plain
 from dew.training.trainer import Trainer
@@ -58,7 +58,7 @@ def test_every_uniform_factorisation_runs_and_any_two_features_axes_and_exchange
         for values in itertools.product((True, False), repeat=2):
             assert frozenset(zip((one, other), values, strict=True)) in met
     for name, value in itertools.product(names, (True, False)):
-        for axis, is_split in itertools.product(law.AXES, (True, False)):
+        for axis, is_split in itertools.product(AXES, (True, False)):
             is_refused = (axis, is_split, name, value) == ("stage", True, "scanned", False)
             assert (frozenset(((f"splits {axis}", is_split), (name, value))) in met) is not is_refused
         for exchange in table.EXCHANGES:
@@ -73,7 +73,7 @@ def test_stages_and_experts_meet_each_other_axis_each_schedule_and_each_feature(
     for name, size in itertools.product(("stage", "expert"), (2, 4)):
         beside = {axis for case in cases if getattr(case.factors, name) == size
                   for axis, other in case.factors._asdict().items() if other > 1 and axis != name}  # fmt: skip
-        assert beside == set(law.AXES) - {name}
+        assert beside == set(AXES) - {name}
     assert {case.factors.stage for case in cases} == {case.factors.expert for case in cases} == {1, 2, 4, 8}
     features = [field.name for field in dataclasses.fields(table.Features)]
     splits = lambda case, axis: getattr(case.factors, axis) > 1  # noqa: E731
@@ -81,9 +81,10 @@ def test_stages_and_experts_meet_each_other_axis_each_schedule_and_each_feature(
         having = [case for case in cases if getattr(case.features, name) is value]
         assert any(splits(case, "expert") for case in having)
         if (name, value) != ("scanned", False):
-            assert {case.way.schedule for case in having} >= set(table.SCHEDULES)
+            wanted = {"gpipe"} if (name, value) == ("predicting", True) else set(table.SCHEDULES)
+            assert {case.way.schedule for case in having} - {None} == wanted
             assert {case.way.turns for case in having} >= set(table.TURNS)
-    for axis, schedule in itertools.product(law.AXES, table.SCHEDULES):
+    for axis, schedule in itertools.product(AXES, table.SCHEDULES):
         assert any(splits(case, axis) and case.way.schedule == schedule for case in cases)
     for exchange, name in itertools.product(table.EXCHANGES, ("stage", "expert")):
         assert any(splits(case, name) and case.way.exchange == exchange for case in cases)
@@ -98,8 +99,18 @@ def test_experts_are_split_under_each_schedule_beside_each_axis_with_a_capacity_
         for axis, size in case.factors._asdict().items()
         if case.features.sparse and size > 1
     }
-    axes = set(law.AXES) - {"expert", "stage"}
+    axes = set(AXES) - {"expert", "stage"}
     assert met >= set(itertools.product((None, *table.SCHEDULES), (True, False), axes))
+
+
+def test_layers_that_predict_further_tokens_are_on_every_mesh_and_under_every_schedule_that_does_not_refuse_them():
+    cases = [case for case in table.whole_table() if table.refused(case) is None]
+    predicting = [case for case in cases if case.features.predicting]
+    assert {case.factors for case in predicting} == set(table.factorisations())
+    assert {case.way.schedule for case in predicting} == {None, "gpipe"}
+    refused = next(case for case in cases if case.way.schedule == "1f1b")
+    with pytest.raises(ValueError, match="schedule='1f1b' scores between the stages' passes"):
+        law.decoder(dataclasses.replace(refused.features, predicting=True), refused.layers, refused.way)
 
 
 def test_the_whole_table_has_any_three_of_the_first_eight_features_and_any_two_in_every_way():
@@ -108,8 +119,8 @@ def test_the_whole_table_has_any_three_of_the_first_eight_features_and_any_two_i
     assert len({case.factors for case in table.whole_table()}) == 56
     for places in itertools.combinations(range(8), 3):
         assert len({tuple(word[place] for place in places) for word in words}) == 8
-    for place in range(8):
-        assert len({(word[place], word[8]) for word in words}) == 4
+    for places in itertools.combinations(range(10), 2):
+        assert len({tuple(word[place] for place in places) for word in words}) == 4
 
 
 def test_the_whole_table_uses_every_mesh_in_every_way_that_it_can():
@@ -122,7 +133,7 @@ def test_the_whole_table_uses_every_mesh_in_every_way_that_it_can():
 
 
 REFUSED = {"scan_layers=False stores each layer on its own": 168, "it needs a window or chunks": 80}
-KEPT_WHOLE = {"no rule puts 'embed' on an axis larger than 1": 205, "4 kv heads do not divide tensor=8": 7}
+KEPT_WHOLE = {"no rule puts 'embed' on an axis larger than 1": 215, "4 kv heads do not divide tensor=8": 7}
 
 
 def test_the_cases_that_are_refused_are_these():
@@ -162,7 +173,7 @@ def test_the_rows_are_awkward(packed):
 
 @pytest.mark.parametrize("dressed", [True, False])
 def test_rounding_changes_no_choice_of_experts(dressed):
-    features = dataclasses.replace(PLAIN, sparse=True, scanned=True, dressed=dressed)
+    features = dataclasses.replace(PLAIN, sparse=True, scanned=True, dressed=dressed, predicting=True)
     module = law.decoder(features, 4, table.Way())
     run = Trainer(LanguageModel(module), "sgd", mesh=build_mesh(MeshSpec(), jax.devices()[:1]))
     values = law.initial_values(plain(run.abstract_variables()), features)

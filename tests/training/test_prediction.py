@@ -1,4 +1,7 @@
-"""Training with layers that predict further tokens: any mesh is one device, any window is its batches in one."""
+"""Training with layers that predict further tokens: recomputation changes nothing, any window is its batches in one.
+
+On meshes it is training on one device: `tests/training/test_mesh_law.py`.
+"""
 
 import dataclasses
 import functools
@@ -14,9 +17,7 @@ from dew.nn.moe import ExpertsSpec
 from dew.nn.prediction import PredictionSpec
 from dew.nn.router import RouterSpec, RouterTraining
 from dew.objectives.language import LanguageModel
-from dew.placement.layout import Layout
 from dew.placement.mesh import MeshSpec, build_mesh
-from dew.placement.rules import DEFAULT_RULES
 from dew.training.optimizer import make_optimizer
 from dew.training.step import batch_gradients
 from dew.training.trainer import Trainer
@@ -24,36 +25,21 @@ from dew.tree import named_leaves
 from tests.parallel.sequences import packed_batch
 from tests.tiny import tiny_decoder, tiny_layer
 
-RULES = (*DEFAULT_RULES, ("norm", "tensor"), ("router", "tensor"))
 ROUTER = RouterSpec(top_k=2, score="sigmoid", normalise=True, balance_bias=True)
 EXPERTS = ExpertsSpec(num_experts=8, features=32, router=ROUTER, shared=MlpSpec(features=32))
 MIXED = dataclasses.replace(tiny_layer(num_kv_heads=4), mlp=EXPERTS)
 TRAINING = RouterTraining(balance_loss=0.5, z_loss=0.1, bias_rate=0.01)
-MESHES = {
-    "data=8": MeshSpec(),
-    "fsdp=8": MeshSpec(fsdp=8),
-    "fsdp=2 tensor=2": MeshSpec(fsdp=2, tensor=2),
-    "sequence=2 fsdp=2": MeshSpec(sequence=2, fsdp=2),
-    "sequence=4 tensor=2": MeshSpec(sequence=4, tensor=2),
-    "expert=4": MeshSpec(expert=4),
-    "expert=2 fsdp=2 sequence=2": MeshSpec(expert=2, fsdp=2, sequence=2),
-    "stage=2 fsdp=2": MeshSpec(stage=2, fsdp=2),
-}
-STRICT = ("fsdp=8", "fsdp=2 tensor=2", "sequence=2 fsdp=2", "sequence=4 tensor=2")
-
-
 DROPOUT = {"dropout_rate": 0.1, "embedding_dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 
 
 @functools.cache
-def trainer(name=None, accumulation=1, **fields):
+def trainer(mesh=None, accumulation=1, **fields):
     spec = PredictionSpec(layer=MIXED, depth=2)
     layers = (tiny_layer(num_kv_heads=4),) * 2
     module = tiny_decoder(layers=layers, prediction=spec, router_training=TRAINING, **fields)
-    mesh = build_mesh(MeshSpec(), jax.devices()[:1]) if name is None else MESHES[name]
-    layout = Layout(rules=RULES, min_shard=1, tolerance=0 if name in STRICT else 1.0)
-    chosen = make_optimizer("sgd", 10.0)
-    return Trainer(LanguageModel(module, mtp_weight=0.5), chosen, mesh=mesh, layout=layout, accumulation=accumulation)
+    where = mesh or build_mesh(MeshSpec(), jax.devices()[:1])
+    optimizer = make_optimizer("sgd", 10.0)
+    return Trainer(LanguageModel(module, mtp_weight=0.5), optimizer, mesh=where, accumulation=accumulation)
 
 
 def weights(run):
@@ -62,16 +48,16 @@ def weights(run):
     return jax.tree_util.tree_map_with_path(enlarge, run.place().variables)
 
 
-@functools.cache
-def scored(name=None, **fields):
-    run = trainer(name, **DROPOUT, **fields)
+def scored(**fields):
+    run = trainer(**DROPOUT, **fields)
     differentiate = jax.jit(batch_gradients(run.objective, run.shardings().params))
     with run.context():
         output, gradients = differentiate(weights(run), run.place_batch(packed_batch()), jax.random.key(0))
     return jax.device_get({"loss": output.loss, **output.metrics}), named_leaves(jax.device_get(gradients))
 
 
-def assert_equal(got, want):
+def test_recomputation_changes_nothing():
+    got, want = scored(remat="full"), scored()
     assert got[0].keys() == want[0].keys() >= {"loss", "cross_entropy", "prediction_loss", "router_balance"}
     for name, ratio in want[0].items():
         np.testing.assert_allclose(got[0][name].total, ratio.total, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -83,28 +69,11 @@ def assert_equal(got, want):
         np.testing.assert_allclose(got[1][path], expected, rtol=0, atol=1e-5 * scale, err_msg=path)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_loss_metrics_and_every_gradient_equal_those_of_one_device(name):
-    assert_equal(scored(name), scored())
-
-
-def test_recomputation_changes_nothing():
-    assert_equal(scored("fsdp=2 tensor=2", remat="full"), scored())
-
-
-def test_positions_are_split_and_further_tokens_were_shifted_before():
-    run = trainer("sequence=4 tensor=2")
-    host, placed = run.objective.prepare(packed_batch()), run.place_batch(packed_batch())
-    for field in ("targets_1", "weights_1", "segment_ids_1", "targets_2", "weights_2", "segment_ids_2"):
-        assert {shard.data.shape[1] for shard in placed[field].addressable_shards} == {12}
-        np.testing.assert_array_equal(placed[field], host[field])
-
-
 def test_names_of_weights_need_no_mesh_that_splits_one_token():
     part = prediction_parts(trainer().objective.module)["prediction_0"]
     want = logical_names(part)
     logical_names.cache_clear()
-    with trainer("sequence=4 tensor=2").context():
+    with trainer(MeshSpec(sequence=4, tensor=2)).context():
         assert logical_names(part) == want
 
 
