@@ -1,7 +1,8 @@
-"""`generate` on a mesh of its own between two fits: the training goes on as if it had not happened."""
+"""`generate` on a mesh of its own between two fits: the training goes on as if it had not happened.
 
-import dataclasses
-import functools
+`tools/decode_law.py` shows it on every factorisation of 8 devices.
+"""
+
 import gc
 import os
 import signal
@@ -14,28 +15,21 @@ import pytest
 
 import dew_keras
 import dew_keras.generation
-from dew.nn.moe import ExpertsSpec
-from dew.nn.router import RouterSpec
-from dew.placement import LayoutRefused, MeshSpec, build_mesh
+from dew.placement import LayoutRefused
 from dew.placement.memory import live_bytes_per_device
 from dew.tree import named_leaves
-from tests.tiny import tiny_batch, tiny_decoder, tiny_layer
+from tests.tiny import tiny_batch, tiny_decoder
+from tools import decode_law
+from tools.decode_law import ANSWER, PROMPTS, differing, held
+from tools.mesh_cases import EXCHANGES, SCHEDULES, Factors, factorisations, refused
 
 LAYOUT = dew_keras.Layout(min_shard=512, tolerance=0)
-COPIES = dew_keras.Layout(min_shard=512, tolerance=1.0)
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 TENSOR = {"data": 4, "tensor": 2}
-ANSWER = {"max_new_tokens": 6, "stop_token_ids": []}
 
 
-SPARSE = dataclasses.replace(
-    tiny_layer(), mlp=ExpertsSpec(num_experts=4, features=32, router=RouterSpec(top_k=2, normalise=True))
-)
-
-
-def model_on(mesh, *, schedule=None, layer=None, layout=LAYOUT):
-    model = dew_keras.Model(tiny_decoder(layers=(layer or tiny_layer(),) * 2))
-    model.compile(keras.optimizers.Adam(0.05), mesh=mesh, layout=layout, schedule=schedule)
+def model_on(mesh):
+    model = dew_keras.Model(tiny_decoder(num_layers=2))
+    model.compile(keras.optimizers.Adam(0.05), mesh=mesh, layout=LAYOUT)
     return model
 
 
@@ -52,18 +46,9 @@ def model():
     return model
 
 
-def held(model):
-    """What an interrupted or finished generate must leave: values and places."""
-    leaves = named_leaves(model._engine.state)
-    return {path: (np.array(leaf), leaf.sharding) for path, leaf in leaves.items()}
-
-
 def assert_held(model, want):
-    got = held(model)
-    assert got.keys() == want.keys()
-    for path, (values, sharding) in want.items():
-        assert got[path][1] == sharding, path
-        np.testing.assert_array_equal(got[path][0], values, err_msg=path)
+    """An interrupted or finished generate leaves values and places."""
+    assert differing(held(model), want) == []
 
 
 def test_fit_generate_fit_is_fit_fit(model):
@@ -86,35 +71,53 @@ def test_fit_generate_fit_is_fit_fit(model):
     jax.tree.map(np.testing.assert_array_equal, got, fitted(other, 1))
 
 
-@functools.cache
-def one_device(layer):
-    """A model on one device that was trained once, and which tokens it answers."""
-    model = model_on(build_mesh(MeshSpec(), jax.devices()[:1]), layer=layer)
-    fitted(model, 0)
-    return [model.generate(PROMPTS, sampler=sampler, seed=5, **ANSWER) for sampler in (None, "top_k")]
+CASES = {case.factors: case for case in decode_law.decode_cases()}
 
 
 @pytest.mark.parametrize(
-    "split, fields",
+    "factors",
     [
-        ({"sequence": 8}, {}),
-        ({"tensor": 4}, {"layout": COPIES}),
-        ({"stage": 2, "sequence": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        ({"expert": 2, "fsdp": 2, "sequence": 2}, {"layer": SPARSE}),
-        ({"expert": 4, "stage": 2}, {"layer": SPARSE, "schedule": "gpipe", "layout": COPIES}),
+        Factors(sequence=8),
+        Factors(tensor=8),
+        Factors(fsdp=2, sequence=2, stage=2),
+        Factors(expert=2, fsdp=2, sequence=2),
+        Factors(expert=2, stage=4),
     ],
-    ids=["sequence", "tensor", "stage and sequence", "expert and sequence", "expert and stage"],
+    ids=str,
 )
-def test_on_a_mesh_of_any_kind_a_fit_goes_on_after_generate_as_if_it_had_not_happened(split, fields):
-    model, other = model_on(split, **fields), model_on(split, **fields)
-    for one in (model, other):
-        fitted(one, 0)
-    before = held(model)
-    greedy, drawn = one_device(fields.get("layer"))
-    assert model.generate(PROMPTS, **ANSWER) == greedy
-    assert model.generate(PROMPTS, sampler="top_k", seed=5, **ANSWER) == drawn
-    assert_held(model, before)
-    jax.tree.map(np.testing.assert_array_equal, fitted(model, 1), fitted(other, 1))
+def test_on_a_mesh_of_any_kind_a_fit_goes_on_after_generate_as_if_it_had_not_happened(factors):
+    case = CASES[factors]
+    assert decode_law.judge(case).defects == []
+    answers = decode_law.one_device(case.features, case.layers)
+    assert answers["greedy"] != answers["drawn"]
+
+
+def test_the_law_of_generation_between_fits_is_about_every_mesh_in_every_schedule_and_exchange():
+    assert sorted(CASES) == sorted(factorisations())
+    assert {case.way.schedule for case in CASES.values()} == {None, *SCHEDULES}
+    assert {case.way.exchange for case in CASES.values()} == {None, *EXCHANGES}
+    assert [case for case in CASES.values() if refused(case)] == []
+    assert {case.features.sparse for case in CASES.values() if case.factors.expert > 1} == {True}
+
+
+def test_what_generation_would_leave_behind_breaks_the_law(capsys, monkeypatch):
+    case = CASES[Factors(fsdp=8)]
+    want = decode_law.one_device(case.features, case.layers)
+    monkeypatch.setattr(decode_law, "one_device", lambda *given: want | {"drawn": want["greedy"]})
+
+    def nudged(model):
+        model._engine.lend_variables(jax.tree.map(lambda leaf: leaf * (1 + 2**-22), model.variables))
+        return want
+
+    monkeypatch.setattr(decode_law, "answers", nudged)
+    assert decode_law.main(["--mesh", "fsdp=8"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILS   fsdp=8" in said
+    assert "drawn tokens" in said
+    assert "greedy tokens" not in said
+    assert "not as before generate: " in said
+    assert "not as after fit and fit: " in said
+    assert "1 cases: 0 hold, 0 are refused as listed, 1 fail" in said
 
 
 def test_while_it_generates_the_weights_are_there_and_nowhere_else(model, monkeypatch):
