@@ -31,6 +31,7 @@ from dew_keras.custom_steps import STEPS, TRAINING_STEPS, CustomSteps, LatestLog
 from dew_keras.inputs import RowSharing
 from dew_keras.interrupts import InterruptGate
 from dew_keras.kept_state import conformed_state, windowed_state
+from dew_keras.layer_arrays import place_like
 from dew_keras.loop import FitRun, Pass
 from dew_keras.losses import KerasObjective, bind_objective
 from dew_keras.placed_model import PlacedModel
@@ -287,6 +288,9 @@ class Engine(RestoresRuns, PlacedModel):
         with InterruptGate() as gate:
             if self.state is None:
                 self.state, self._variables = trainer.place(self.load(example)), None  # the loop will consume them
+                if self._root_key is not None:
+                    key = place_like(self._root_key, self.state.key)
+                    self.state, self._root_key = self.state.replace(key=key), None
             if self._is_recompiled:
                 self._conform_state(trainer)
             self.state = state = windowed_state(self.state, trainer)

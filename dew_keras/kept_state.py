@@ -1,6 +1,6 @@
 """A training state that outlives a `compile`: fitted to the dtypes, the loss scale and the window compiled since.
 
-Entry points: `conformed_state`, `windowed_state`.
+Entry points: `conformed_state`, `windowed_state`; `next_root_key`, what is kept of one that does not.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from dew.training.loss_scale import LossScaleState
 from dew.training.placing import abstract_state
@@ -36,6 +37,16 @@ def conformed_state(state: TrainState, trainer: Trainer) -> TrainState:
         return leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype)
 
     return state.replace(opt_state=jax.tree.map(cast, kept, wanted))
+
+
+def next_root_key(state: TrainState) -> np.ndarray:
+    """Make the root random key of a state that takes a state's place, under which no mask is drawn a second time.
+
+    Args:
+        state: A state between two steps.
+    """
+    key, step = jax.device_get((state.key, state.step))
+    return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), step)))
 
 
 def windowed_state(state: TrainState, trainer: Trainer) -> TrainState:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import unfreeze
 from jax.extend.core import jaxpr_as_fun
@@ -36,6 +37,7 @@ from dew.tree import map_named
 from dew_keras.calling import ModuleCall, cast_floats
 from dew_keras.compiled import Compiled
 from dew_keras.inputs import RowSharing
+from dew_keras.kept_state import next_root_key
 from dew_keras.layer_arrays import check_structure, place_like, shapes_of
 from dew_keras.loop import FitRun
 from dew_keras.optimizers import OptaxHandle
@@ -83,6 +85,7 @@ class PlacedModel:
         self.output_shapes: Any = None  # of one row, once a plain module was traced
         self._is_closed = False
         self._is_recompiled = False
+        self._root_key: np.ndarray | None = None  # of the next state, where `compile` dropped one
         self._verbs: list[str] = []  # that run now, the innermost last
 
     @property
@@ -208,6 +211,7 @@ class PlacedModel:
         for name in ("mesh", "call"):
             self.__dict__.pop(name, None)
         if self.state is not None and not keeps_moments:
+            self._root_key = next_root_key(self.state)
             self._variables, self.state = self.state.variables, None
         self._is_recompiled = True
         if moves:
@@ -366,6 +370,7 @@ class PlacedModel:
         if other.state is not None:
             self._variables = None  # freed before the state, which holds them too, is copied
             self.state = jax.tree.map(jnp.copy, other.state)
+        self._root_key = other._root_key
         self.waiting.take(other.waiting.run)
 
     def check_idle(self, verb: str) -> None:

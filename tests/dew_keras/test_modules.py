@@ -55,6 +55,15 @@ def test_batch_statistics_of_ragged_batches_are_those_of_one_device(batch_size):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_another_compile_draws_no_mask_a_second_time():
+    x, y, _ = rows(8)
+    model, losses = dew_keras.Model(Regularised(), seed=3), []
+    for _ in range(2):
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        losses += model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
+    assert len(set(losses)) == 4
+
+
 @pytest.mark.parametrize("batch_size", [4, 6])
 def test_batch_normalisation_equals_that_of_keras(batch_size):
     x, y, _ = rows(12)
